@@ -169,7 +169,8 @@ def test_a_call_whose_backward_never_comes_saves_nothing() -> None:
     for _ in range(4):
         assert_equal_steps(ours, plain, x)
     measured = peak_of(ours, x)
-    assert measured <= ours.plan.predicted_peak <= 1.005 * measured + x.nbytes
+    held = x.nbytes * (2 if holds_gradients() else 1)  # by autograd, in the model of memory
+    assert measured <= ours.plan.predicted_peak <= 1.005 * measured + held
     assert ours.plan.predicted_time == pytest.approx(ours.plan.keep_all_time)
     ours.ends_in_tokens = plain.ends_in_tokens = False
     for _ in range(5):
