@@ -58,7 +58,7 @@ Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What a pass makes of a budget."""
+    """The result of a pass at a budget."""
 
     percent: int
     peak: float | None  # of the peak of keeping everything; None: nothing fits

@@ -171,17 +171,17 @@ class Options:
 
     @property
     def timer(self) -> Trace | Timer | None:
-        """What tells the seconds of ops, where the user gave a trace or a function; else None."""
+        """The trace or function that tells the seconds of ops; None where the user gave neither."""
         return self.costs if not isinstance(self.costs, str | Device) else None
 
     @property
     def wishes(self) -> tuple[Wish, ...]:
-        """What is never to run again, each a pattern of modules or a predicate on nodes: `never_again` and `keep`."""
+        """The wishes that ops never run again, each a pattern of modules or a predicate: `never_again` and `keep`."""
         return (*_several(self.never_again), *_several(self.keep))
 
     @property
     def kept(self) -> tuple[Wish, ...]:
-        """What is to stay on the device too: `keep`."""
+        """The wishes that results stay on the device too: `keep`."""
         return _several(self.keep)
 
     @property

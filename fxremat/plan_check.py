@@ -33,7 +33,7 @@ AGAIN = re.compile(r"__r\d+$")  # the suffix of the name of a recomputation
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCheck:
-    """What a check of a plan has found; it prints as a line."""
+    """The result of a check of a plan, which prints as a line."""
 
     outputs: int  # results that were compared with those of the captured graph
     peak: int | None  # bytes, counted on the emitted graphs; None: the plan has copies, slices or compiled regions

@@ -175,7 +175,7 @@ class PlannedStep:
 
     @property
     def step_graph(self) -> StepGraph:
-        """The same as numbers alone, without nodes of torch.fx: `to_json()` writes it."""
+        """The step as numbers alone, without nodes of torch.fx: `to_json()` writes it."""
         return self.graph.step if isinstance(self.graph, Captured) else self.graph
 
     def to_networkx(self) -> nx.DiGraph[tuple[str, int]]:

@@ -7,28 +7,12 @@ from typing import Any, Unpack
 
 from torch import fx
 
-from fxremat.compilers.planning import PassOptions, pass_options, pipeline_of, planned
-from fxremat.compilers.reading import read_given
-from fxremat.options import Options
-from fxremat.plans import Plan
+from fxremat.compilers.planning import PassOptions, PlanningPass, pass_options
 from fxremat.torch_private import boxed
 
 
-class Partitioner:
-    """A partition function: joint graph in, forward and backward graph out. `partitioner` makes it.
-
-    Attributes:
-        plans: the plans that were made, newest last.
-    """
-
-    def __init__(self, options: Options, pipeline: str = "") -> None:
-        self.options, self._pipeline = options, pipeline or pipeline_of(options)
-        self.plans: list[Plan] = []
-
-    @property
-    def plan(self) -> Plan | None:
-        """The latest plan; None before a graph was partitioned."""
-        return self.plans[-1] if self.plans else None
+class Partitioner(PlanningPass):
+    """A partition function: joint graph in, forward and backward graph out. `partitioner` makes it."""
 
     def __call__(
         self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
@@ -39,9 +23,7 @@ class Partitioner:
             BudgetTooSmall: no program fits.
             CaptureError: the graph cannot be planned; names the node.
         """
-        given = read_given(joint, num_fwd_outputs, pipeline=self._pipeline)
-        plan = planned(given, self.options)
-        self.plans.append(plan)
+        given, plan = self.read_and_plan(joint, num_fwd_outputs)
         return given.with_writes(plan.graphs)
 
 

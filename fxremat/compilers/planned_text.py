@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from fxremat.compilers.planning import PassOptions, pass_options, pipeline_of, planned
-from fxremat.compilers.reading import read_given
+from fxremat.compilers.planning import PassOptions, PlanningPass, pass_options
 from fxremat.compilers.text import emitted_text, from_text
 from fxremat.compilers.whole_step import in_one
 from fxremat.plans import Plan
@@ -20,9 +19,8 @@ def planned_text(text: str, mem: int | str, **options: Unpack[PassOptions]) -> t
         BudgetTooSmall: no program fits.
         CaptureError: the text is no graph, or a node cannot be planned; names the line or the node.
     """
-    read, settings = from_text(text), pass_options(mem, options)
-    given = read_given(read.module, read.num_fwd_outputs, pipeline=pipeline_of(settings))
-    plan = planned(given, settings)
+    read = from_text(text)
+    given, plan = PlanningPass(pass_options(mem, options)).read_and_plan(read.module, read.num_fwd_outputs)
     if not given.is_joint:
         return plan, emitted_text([("forward", in_one(given, plan))])
     forward, backward = given.with_writes(plan.graphs)

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
+from torch import fx
 
-from fxremat.compilers.reading import Given
+from fxremat.compilers.reading import Given, read_given
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer
 from fxremat.cost.trace import Timer, Trace
@@ -70,3 +71,33 @@ def planned(given: Given, options: Options, inputs: Sequence[Any] = ()) -> Plan:
                 f"results of {', '.join(error.ops)} lie otherwise in memory than the graph was traced with: trace it "
                 'with real strides, or plan with costs="estimate"'
             ) from None
+
+
+class PlanningPass:
+    """Base of passes that plan graphs of others.
+
+    Attributes:
+        plans: the plans that were made, newest last.
+
+    Args:
+        pipeline: the passes that a copy of the graph goes through first, by name; "": those for graphs that run as they
+            are emitted.
+    """
+
+    def __init__(self, options: Options, pipeline: str = "") -> None:
+        self.options, self._pipeline = options, pipeline or pipeline_of(options)
+        self.plans: list[Plan] = []
+
+    @property
+    def plan(self) -> Plan | None:
+        """The latest plan; None before the pass has run."""
+        return self.plans[-1] if self.plans else None
+
+    def read_and_plan(
+        self, graph: fx.GraphModule, num_fwd_outputs: int | None = None, inputs: Sequence[Any] = ()
+    ) -> tuple[Given, Plan]:
+        """Return a graph as it was read, and its plan. Raises what `read_given` and `CapturedStep.plan` raise."""
+        given = read_given(graph, num_fwd_outputs, pipeline=self._pipeline)
+        plan = planned(given, self.options, inputs)
+        self.plans.append(plan)
+        return given, plan

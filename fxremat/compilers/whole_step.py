@@ -8,30 +8,17 @@ from typing import Any, Unpack
 import torch
 from torch import fx
 
-from fxremat.compilers.planning import PassOptions, pass_options, pipeline_of, planned
-from fxremat.compilers.reading import MARK, OF_BACKWARD, TAG, Given, read_given
+from fxremat.compilers.planning import PassOptions, PlanningPass, pass_options
+from fxremat.compilers.reading import MARK, OF_BACKWARD, TAG, Given
 from fxremat.graphs.nodes import is_number
-from fxremat.options import Options
 from fxremat.plans import Plan
 from fxremat.torch_private import take_signature
 
 
-class StepPass:
-    """A pass on graphs of full training steps. `step_pass` makes it.
+class StepPass(PlanningPass):
+    """A pass on graphs of full training steps. `step_pass` makes it."""
 
-    Attributes:
-        plans: the plans that were made, newest last.
-    """
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.plans: list[Plan] = []
-        self.__name__ = "step_pass"  # torchtitan selects and logs passes by this name
-
-    @property
-    def plan(self) -> Plan | None:
-        """The latest plan; None before the pass has run."""
-        return self.plans[-1] if self.plans else None
+    __name__ = "step_pass"  # torchtitan selects and logs passes by this name
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None, **_: Any
@@ -45,9 +32,7 @@ class StepPass:
             BudgetTooSmall: no program fits.
             CaptureError: nothing marks the backward, or a node cannot be planned; names it.
         """
-        given = read_given(gm, pipeline=pipeline_of(self.options))
-        plan = planned(given, self.options, example_inputs or ())
-        self.plans.append(plan)
+        given, plan = self.read_and_plan(gm, inputs=example_inputs or ())
         made = in_one(given, plan, marked=any(node.meta.get(MARK) for node in gm.graph.nodes))
         take_signature(made, gm.graph)
         return fx.GraphModule(gm, made, class_name=type(gm).__name__)
