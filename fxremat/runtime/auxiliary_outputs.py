@@ -9,14 +9,18 @@ than eager PyTorch where the sum has another layout. So here
     call        an autograd function ties them to the loss and to the model's inputs again
     backward    the loss's gradient goes on to the planned backward; where a gradient comes for another output too, the
                 step runs again as plain PyTorch, and from the next call on every output's gradient is planned for
+
+Whether an output that the loss is not computed from gets a gradient (the scores of another head do, the last state of a
+recurrent layer does not), the first backward shows. Where it got none, the next call captures the step without.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -28,6 +32,8 @@ from fxremat.graphs.captured import Captured
 from fxremat.runtime.call_state import CallState
 from fxremat.runtime.double_backward import REFUSED
 from fxremat.torch_private import storage_of, version_of
+
+log = logging.getLogger(__name__)
 
 Step = Callable[..., Sequence[Any]]
 
@@ -66,8 +72,15 @@ def check_runs_again(joint: Captured) -> None:
 class Outputs:
     """The outputs of a graph that require grad, by position."""
 
-    expected: tuple[int, ...]  # outputs that will get a gradient: scalars, and what no scalar is computed from
+    scalars: tuple[int, ...]  # losses, most likely
+    apart: tuple[int, ...]  # no scalar output is computed from them; they may get a gradient
     beside: tuple[int, ...]  # auxiliary outputs: a scalar output is computed from them
+    mixed: frozenset[int] = frozenset()  # those of `apart` that share a differentiated value with a scalar
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """Their positions, in order."""
+        return tuple(sorted((*self.scalars, *self.apart, *self.beside)))
 
 
 def auxiliary_outputs_of(module: fx.GraphModule) -> Outputs:
@@ -79,12 +92,12 @@ def auxiliary_outputs_of(module: fx.GraphModule) -> Outputs:
     scalars = [position for position, node in trained.items() if node.meta["example_value"].numel() == 1]
     before = set(_ancestors([trained[position] for position in scalars]))
     storages = {storage for node in before for storage in _storages(node)}
-    beside = tuple(
-        position
-        for position, node in trained.items()
-        if position not in scalars and (node in before or not storages.isdisjoint(_storages(node)))
-    )
-    return Outputs(expected=tuple(position for position in trained if position not in beside), beside=beside)
+    others = [position for position in trained if position not in scalars]
+    beside = [p for p in others if trained[p] in before or not storages.isdisjoint(_storages(trained[p]))]
+    apart = [p for p in others if p not in beside]
+    differentiated = {node for node in before if _requires_grad(node)}
+    mixed = frozenset(p for p in apart if not differentiated.isdisjoint(_ancestors([trained[p]])))
+    return Outputs(tuple(scalars), tuple(apart), tuple(beside), mixed)
 
 
 def _outputs(module: fx.GraphModule) -> list[Any]:
@@ -97,8 +110,10 @@ def _end(module: fx.GraphModule) -> fx.Node:
 
 
 def _is_trained(node: object) -> bool:
-    if not isinstance(node, fx.Node) or node.op == "placeholder":
-        return False
+    return isinstance(node, fx.Node) and node.op != "placeholder" and _requires_grad(node)
+
+
+def _requires_grad(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     return isinstance(value, Tensor) and value.requires_grad
 
@@ -121,12 +136,12 @@ def _storages(node: fx.Node) -> Iterator[int]:
                 yield storage_of(item)
 
 
-def detach_outputs(module: fx.GraphModule, positions: Iterable[int]) -> fx.GraphModule:
-    """Detach the outputs at these positions, in place; return a copy of the module without that change.
+def detached_at(module: fx.GraphModule, positions: Iterable[int]) -> fx.GraphModule:
+    """Return a copy of the module with the outputs at these positions detached.
 
     The copy shares parameters and other attributes with the module.
     """
-    before = fx.GraphModule(module, copy.deepcopy(module.graph))
+    module = fx.GraphModule(module, copy.deepcopy(module.graph))
     outputs = _outputs(module)
     with module.graph.inserting_before(_end(module)):
         for position in positions:
@@ -135,14 +150,14 @@ def detach_outputs(module: fx.GraphModule, positions: Iterable[int]) -> fx.Graph
             outputs[position].meta = {**node.meta, "example_value": node.meta["example_value"].detach()}
     _end(module).args = (tuple(outputs),)
     module.recompile()
-    return before
+    return module
 
 
 class AuxiliaryOutputs:
     """A captured step, planned without gradients of its auxiliary outputs until one of them gets a gradient.
 
     Args:
-        module: the graph that dynamo captured; its auxiliary outputs are detached in place.
+        module: the graph that dynamo captured.
         outputs: what `auxiliary_outputs_of` found in the graph.
         differentiate: the function that compiles the graph.
         inputs: the inputs to compile for now.
@@ -151,34 +166,58 @@ class AuxiliaryOutputs:
     def __init__(
         self, module: fx.GraphModule, outputs: Outputs, differentiate: Differentiate, inputs: Sequence[Any]
     ) -> None:
-        self.positions = (*outputs.expected, *outputs.beside)
-        self.expected = len(outputs.expected)
-        self.whole = detach_outputs(module, outputs.beside)
+        self.whole = module
+        self.outputs = outputs
         self.differentiate = differentiate
+        self.used = set[int]()  # outputs that have got a gradient
+        self.unused = set[int]()  # outputs that got none in a backward through a scalar output
         self.surprised = False  # an auxiliary output has got a gradient
-        self.every_output = False  # `planned` expects a gradient for every output
-        try:
-            self.planned = differentiate(module, inputs, again=True)
-        except RunsOnce:
-            self._take_every_gradient(inputs)
+        self.detached: frozenset[int] = frozenset()  # outputs for which `planned` expects no gradient
+        self.settled = False  # `detached` stays as it is
+        self._plan(outputs.beside, inputs)
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        if self.surprised and not self.every_output:
-            self._take_every_gradient(inputs)
-        if self.every_output:
+        if not self.settled:
+            self._learn(inputs)
+        if self.settled and not self.detached:
             return self.planned(*inputs)
         call = _Call(self, inputs)
         trained = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
         outputs = list(self.planned(*inputs))
         tie: Any = _Tie.apply
-        tied = tie(call, *(outputs[position] for position in self.positions), *trained)
-        for position, output in zip(self.positions, tied, strict=True):
+        tied = tie(call, *(outputs[position] for position in self.outputs.all), *trained)
+        for position, output in zip(self.outputs.all, tied, strict=True):
             outputs[position] = output
         return outputs
 
-    def _take_every_gradient(self, inputs: Sequence[Any]) -> None:
+    def note(self, gradients: Mapping[int, Tensor | None]) -> None:
+        """Note which outputs got a gradient in a backward. Each is given by its position."""
+        given = {position for position, gradient in gradients.items() if gradient is not None}
+        self.used |= given
+        if not given.isdisjoint(self.outputs.scalars):
+            self.unused |= gradients.keys() - given
+
+    def _learn(self, inputs: Sequence[Any]) -> None:
+        """Plan again if other outputs than planned got gradients."""
+        silent = (self.unused - self.used) & self.outputs.mixed
+        if self.surprised:
+            self._plan((), inputs)
+            self.settled = True
+        elif not silent <= self.detached:
+            log.info("outputs %s of the step got no gradient: it is captured again without theirs", sorted(silent))
+            self._plan((*self.outputs.beside, *silent), inputs)
+        elif not self.detached:
+            self.settled = self.outputs.mixed <= self.used
+
+    def _plan(self, detached: Iterable[int], inputs: Sequence[Any]) -> None:
+        """Plan the step without the gradients of these outputs, or with all gradients if it cannot run twice."""
+        self.detached = frozenset(detached)
+        if self.detached:
+            with contextlib.suppress(RunsOnce):
+                self.planned = self.differentiate(detached_at(self.whole, self.detached), inputs, again=True)
+                return
+            self.detached, self.settled = frozenset(), True
         self.planned = self.differentiate(self.whole, inputs)
-        self.every_output = True
 
 
 class _Call:
@@ -187,6 +226,7 @@ class _Call:
     def __init__(self, step: AuxiliaryOutputs, inputs: tuple[Any, ...]) -> None:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         self.step = step
+        self.detached = step.detached  # outputs for which it was planned without a gradient
         self.inputs: list[Any] = list(inputs)
         self.versions = [version_of(x) for x in tensors]
         self.state = CallState(tensors)
@@ -203,19 +243,18 @@ class _Call:
                 self.inputs[place] = _SAVED
         ctx.save_for_backward(*saved)
 
-    def again(self, saved: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def again(self, saved: Iterable[Tensor], gradients: Mapping[int, Tensor | None]) -> Sequence[Tensor | None]:
         """Run the step as plain PyTorch, and return the gradients of the inputs that require grad.
 
         Args:
             saved: the inputs that `give_to_autograd` has saved.
-            gradients: one for each of the step's `positions`; None where the output got none.
+            gradients: those of the outputs, by position; None where the output got none.
         """
         saved = iter(saved)
         inputs = [_apart(next(saved) if value is _SAVED else value) for value in self.inputs]
         with self.state.restored():
             outputs = self.step.whole(*inputs)
-        places = zip(self.step.positions, gradients, strict=True)
-        given = [(outputs[position], gradient) for position, gradient in places if gradient is not None]
+        given = [(outputs[position], gradient) for position, gradient in gradients.items() if gradient is not None]
         return torch.autograd.grad(
             [output for output, _ in given],
             [x for x in inputs if isinstance(x, Tensor) and x.requires_grad],
@@ -237,12 +276,12 @@ def _apart(value: Any) -> Any:
 class _Tie(torch.autograd.Function):
     """An autograd function that returns the outputs, tied to the inputs that require a gradient.
 
-    Its arguments after `call` are the outputs at the step's `positions`, then those inputs.
+    Its arguments after `call` are the step's outputs that require grad, then those inputs.
     """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs = tensors[: len(call.step.positions)]
+        outputs = tensors[: len(call.step.outputs.all)]
         ctx.call, ctx.inputs = call, len(tensors) - len(outputs)
         ctx.set_materialize_grads(False)
         call.give_to_autograd(ctx)
@@ -251,13 +290,15 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        if all(gradient is None for gradient in gradients[call.step.expected :]):
+        by_position = dict(zip(call.step.outputs.all, gradients, strict=True))
+        call.step.note(by_position)
+        if all(by_position[position] is None for position in call.detached):
             return None, *gradients, *(None for _ in range(ctx.inputs))
         if torch.is_grad_enabled():
             raise CaptureError(REFUSED.format(reason="the loss reads outputs beside the one that the model returns"))
         call.step.surprised = True
         warnings.warn(SURPRISE, stacklevel=2)
-        return None, *(None for _ in gradients), *call.again(ctx.saved_tensors, gradients)
+        return None, *(None for _ in gradients), *call.again(ctx.saved_tensors, by_position)
 
 
 SURPRISE = (

@@ -167,10 +167,11 @@ class Backend:
         """Return a compiled function for a captured graph. Raises `CaptureError` for sizes that depend on data."""
         masks = unmark(module.graph, self.input_names)
         outputs = auxiliary_outputs_of(module)
-        if outputs.expected or outputs.beside:
+        if outputs.all:
             refuse_symbols(module.graph, "example_value")
         try:
-            if self.coordinator is None and self.options.loss_outside.gradients == "loss" and outputs.beside:
+            loss_alone = self.coordinator is None and self.options.loss_outside.gradients == "loss"
+            if loss_alone and (outputs.beside or outputs.mixed):
                 return AuxiliaryOutputs(module, outputs, self._differentiate, inputs)
             run = self._differentiate(module, inputs)
             return run if self.coordinator is None else checking(run, masks)
@@ -182,7 +183,7 @@ class Backend:
     ) -> Callable[..., Any]:
         self._inputs, began = inputs, time.monotonic()
         outputs = auxiliary_outputs_of(module)
-        trained = sorted((*outputs.expected, *outputs.beside))
+        trained = outputs.all
         made: list[_FixedStep | Sized | CalledGraph] = []  # from the partition until the backward is compiled
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         names = map(parameter_name, placeholders)

@@ -207,3 +207,64 @@ def test_as_a_backend_of_torch_compile() -> None:
     with pytest.warns(UserWarning, match='gradients="all"'):
         got = record(compiled, (rows(),), {}, loss_and_logits)  # type: ignore[arg-type]
     assert all(map(same, got.gradients.values(), expected.gradients.values()))
+
+
+class Recurrent(nn.Module):
+    """Loss, and a state for the next call that the loss is not computed from.
+
+    A gradient of zeros for the state would change the layout in which the gradient of `hidden` lies.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head, self.gate = nn.Linear(96, 80), nn.Linear(64, 50), nn.Linear(80, 80)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x)
+        scores = self.head((hidden.t() * 1.5).contiguous())
+        return F.cross_entropy(scores, torch.arange(80) % 50), self.gate(hidden).tanh()
+
+
+def through_time(model: nn.Module, x: Tensor) -> Any:
+    (first, state), (second, last) = model(x), model(x + 1)
+    (first + second + state.square().mean()).backward()
+    return first, state, second, last
+
+
+def gradients_of_steps(model: nn.Module, x: Tensor, body: Any, steps: int = 3) -> list[list[Tensor | None]]:
+    found = []
+    for _ in range(steps):
+        model.zero_grad()
+        body(model, x)
+        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+    return found
+
+
+def test_a_state_without_gradient_is_captured_so_from_the_second_step_on() -> None:
+    model, x = Recurrent(), torch.randn(64, 96)
+    compiled = fxremat.compile(copy.deepcopy(model), mem="100%", **QUICK)
+    expected = gradients_of_steps(model, x, only_loss)
+    got = gradients_of_steps(compiled, x, only_loss)
+    torch.testing.assert_close(got[0], expected[0])
+    assert all(map(same, got[1], expected[1]))
+    assert all(map(same, got[2], expected[2]))
+    assert len(compiled.plan.graph.tangents) == 1
+
+
+def test_a_state_that_one_of_two_calls_takes_keeps_its_gradient() -> None:
+    model, x = Recurrent(), torch.randn(64, 96)
+    compiled = fxremat.compile(copy.deepcopy(model), mem="100%", **QUICK)
+    expected = gradients_of_steps(model, x, through_time)
+    got = gradients_of_steps(compiled, x, through_time)
+    torch.testing.assert_close(got, expected)
+    assert len(compiled.plan.graph.tangents) == 2
+
+
+@pytest.mark.filterwarnings("ignore:the loss reads outputs")
+def test_a_state_that_gets_a_gradient_later() -> None:
+    model, x = Recurrent(), torch.randn(64, 96)
+    compiled = fxremat.compile(copy.deepcopy(model), mem="100%", **QUICK)
+    for body, tangents in ((only_loss, 1), (through_time, 2)):
+        expected = gradients_of_steps(model, x, body, steps=2)
+        torch.testing.assert_close(gradients_of_steps(compiled, x, body, steps=2), expected)
+        assert len(compiled.plan.graph.tangents) == tangents
