@@ -31,7 +31,7 @@ from fxremat.errors import CaptureError
 from fxremat.graphs.captured import Captured
 from fxremat.runtime.call_state import CallState
 from fxremat.runtime.double_backward import REFUSED
-from fxremat.torch_private import storage_of, version_of
+from fxremat.torch_private import forget_history, storage_of, version_of
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def detached_at(module: fx.GraphModule, positions: Iterable[int]) -> fx.GraphMod
 
     The copy shares parameters and other attributes with the module.
     """
-    module = fx.GraphModule(module, copy.deepcopy(module.graph))
+    module = _copied(module)
     outputs = _outputs(module)
     with module.graph.inserting_before(_end(module)):
         for position in positions:
@@ -151,6 +151,10 @@ def detached_at(module: fx.GraphModule, positions: Iterable[int]) -> fx.GraphMod
     _end(module).args = (tuple(outputs),)
     module.recompile()
     return module
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    return fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
 class AuxiliaryOutputs:
@@ -166,7 +170,8 @@ class AuxiliaryOutputs:
     def __init__(
         self, module: fx.GraphModule, outputs: Outputs, differentiate: Differentiate, inputs: Sequence[Any]
     ) -> None:
-        self.whole = module
+        self.whole = _copied(module)  # dynamo removes from its own graph what tells parameters from inputs
+        forget_history(self.whole.graph)
         self.outputs = outputs
         self.differentiate = differentiate
         self.used = set[int]()  # outputs that have got a gradient

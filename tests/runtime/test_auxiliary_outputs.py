@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.graphs.names import NAME
 from fxremat.settings import Loss
 from tests.toys import QUICK, WIDTH, Stack, assert_as_plain, record, rows
 from tests.training import same, unequal
@@ -249,6 +250,7 @@ def test_a_state_without_gradient_is_captured_so_from_the_second_step_on() -> No
     assert all(map(same, got[1], expected[1]))
     assert all(map(same, got[2], expected[2]))
     assert len(compiled.plan.graph.tangents) == 1
+    assert "first.weight" in [node.meta.get(NAME) for node in compiled.plan.captured.primals]
 
 
 def test_a_state_that_one_of_two_calls_takes_keeps_its_gradient() -> None:
