@@ -41,6 +41,8 @@ class WeightBudget:
     minimum: int  # the least budget
     hosted: frozenset[int] = frozenset()  # values of the parameters that live on the host
     optimizer: str = ""  # the optimizer that updates the parameters, as `ops.parameters.kind_of_optimizer` names it
+    later: bool = False  # the parameters are updated in `optimizer.step()`, not in the backward
+    step_bytes: int = 0  # the peak of `optimizer.step()` then
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,7 +128,7 @@ class PlannedStep:
     @property
     def predicted_peak(self) -> int:
         """The peak in bytes, exact up to the allocator's rounding."""
-        return self.running.chosen.peak
+        return max(self.running.chosen.peak, self.weights.step_bytes if self.weights else 0)
 
     @property
     def predicted_time(self) -> float:

@@ -28,6 +28,7 @@ from fxremat.units import parse_bytes, shortened
 
 RANDOM = ("inductor", "eager")  # values of Inductor(random=...)
 GRADIENTS = ("loss", "all")  # values of Loss(gradients=...)
+UPDATES = ("backward", "step")  # values of Offload(updates=...)
 Wish = Callable[[fx.Node], bool] | str  # of ops: a predicate on nodes of the captured graph, or a pattern of modules
 MANY_SLICES = 1 << 20  # slices of a region at most where the user sets no limit
 
@@ -54,8 +55,11 @@ class Offload(Setting):
             needs.
         activations: values that the forward computes may wait there.
         weights: parameters and the optimizer's state may live there. `mem` then covers parameters, their gradients and
-            the optimizer's state as well, and each backward is a step of `optimizer`. Parameters may start on the CPU
-            where all else is on the device.
+            the optimizer's state as well. Parameters may start on the CPU where all else is on the device.
+        updates: when parameters are updated, with `weights`. "backward": each as soon as its gradient is there, so that
+            each backward is a step of `optimizer`. "step": in `optimizer.step()`, from the gradients of all backwards
+            since the last one, as accumulation, clipping by the norm and GradScaler need it. Gradients then live where
+            their parameter does, and `mem` covers the updates too.
 
     Raises:
         FxrematError: a field has a value that it cannot have; or neither activations nor weights may wait.
@@ -65,6 +69,7 @@ class Offload(Setting):
     limit: int | str | None = None
     activations: bool = True
     weights: bool = False
+    updates: str = "backward"
     bytes: int | None = field(init=False)  # what `limit` means
 
     def __post_init__(self) -> None:
@@ -73,6 +78,10 @@ class Offload(Setting):
         _check_bools(self, "activations", "weights")
         if not (self.activations or self.weights):
             raise FxrematError("Offload(activations=False) moves nothing; it goes with weights=True")
+        if self.updates not in UPDATES:
+            raise FxrematError(f'Offload: updates is {shortened(self.updates)}; it is "backward" or "step"')
+        if self.updates == "step" and not self.weights:
+            raise FxrematError('Offload(updates="step") goes with weights=True: else the user runs the optimizer')
         _set(self, "bytes", _size("Offload: limit", self.limit))
 
 

@@ -17,8 +17,14 @@ from fxremat.step.costs import Costs, ParameterUpdate
 from fxremat.torch_private import unprofiled
 
 
-def units_of(joint: Captured, optimizer: torch.optim.Optimizer, costs: Costs) -> list[ParameterUpdate]:
-    """Return the measured cost of the update of each parameter that the step updates."""
+def units_of(
+    joint: Captured, optimizer: torch.optim.Optimizer, costs: Costs, *, later: bool = False
+) -> list[ParameterUpdate]:
+    """Return the measured cost of the update of each parameter that the step updates.
+
+    Args:
+        later: updates run in `optimizer.step()`, and the backward adds up gradients.
+    """
     known: dict[tuple[Any, ...], tuple[float, int, int]] = {}
     units = []
     for value in joint.updates_of:
@@ -27,16 +33,18 @@ def units_of(joint: Captured, optimizer: torch.optim.Optimizer, costs: Costs) ->
         if key not in known:
             known[key] = unprofiled(partial(measure_update, optimizer, shown))
         seconds, state, workspace = known[key]
-        units.append(
-            ParameterUpdate(
-                value=value,
-                bytes=costs.sizes.values[value],
-                state_bytes=state,
-                workspace=workspace,
-                seconds=seconds,
-                stays=value in joint.output_values,
-            )
+        size = costs.sizes.values[value]
+        unit = ParameterUpdate(
+            value=value,
+            bytes=size,
+            state_bytes=state,
+            workspace=workspace,
+            seconds=seconds,
+            stays=value in joint.output_values,
         )
+        if later:  # the gradient so far is as large as the parameter; adding to it takes no memory
+            unit = replace(unit, state_bytes=size, waiting=state, workspace=0, later=workspace, seconds=0.0)
+        units.append(unit)
     return units
 
 

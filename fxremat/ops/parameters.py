@@ -5,6 +5,9 @@
     release(w)                    waits until that copy has ended
     prefetch_state, wait_for_state, release_state     the same for the parameter's optimizer state, around the update
 
+With `Weights(..., later=True)` the updates run in the user's `optimizer.step()` instead, one parameter after the other;
+`update` then adds the gradient to the parameter's `.grad`, and that travels in the place of the optimizer state.
+
 Graphs name parameters by their number: the index among the optimizer's parameters. An update is the `step` of a second
 optimizer of the user's class, which holds one parameter and has the user's current settings (learning rates may
 change), so its bits are those of the plain step. Its state belongs to the user's optimizer: `optimizer.state_dict()`
@@ -78,13 +81,20 @@ class Weights:
     Args:
         tier: where they live on the host.
         device: where the model computes.
+        later: update the parameters in `optimizer.step()`, not in the backward.
 
     Raises:
         FxrematError: the optimizer's update of one parameter may depend on others.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, tier: HostTier, device: torch.device) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, tier: HostTier, device: torch.device, *, later: bool = False
+    ) -> None:
         check_optimizer(optimizer)
+        self.later = later
+        self._gradients: dict[int, torch.Tensor] = {}  # by number: the host's memory of a gradient that waits there
+        self._aside: dict[int, torch.Tensor] = {}  # gradients that the user's `step` does not see, as they are used
+        self._updating = False  # True inside of the user's `step`, where updates run later
         self.name = f"weights-{next(_numbers)}"
         _known[self.name] = self
         self.optimizer, self.tier, self.device = optimizer, tier, device
@@ -100,19 +110,57 @@ class Weights:
         self._watching = False  # whether a hook on the user's optimizer's step is registered
         self._process = os.getpid()
 
-    def _stepped(self) -> None:
-        """Run before the user's `optimizer.step()`: updates are done already, so let it find no gradients."""
+    def _before_step(self) -> None:
+        """Run before the user's `optimizer.step()`: update what waits for it, and let it find no gradients."""
+        if self.later:
+            self._update_all()
         self.updated.clear()
         for parameter in self.parameters():
             if isinstance(parameter.grad, Spent):
                 parameter.grad = None
+
+    def _after_step(self) -> None:
+        """Run after the user's `optimizer.step()`: gradients stay until `zero_grad`, as ever."""
+        parameters = self.parameters()
+        for number, gradient in self._aside.items():
+            parameters[number].grad = gradient
+        self._aside = {}
+
+    def _update_all(self) -> None:
+        """Update all parameters with gradients; each that lives on the host comes for that, and goes back."""
+        self._all = self.parameters()
+        self._take_replaced()
+        self._send_states_home()
+        self._updating = True
+        try:
+            with torch.no_grad(), self.telling_what_is_new():
+                for number, parameter in enumerate(self._all):
+                    if parameter.grad is not None:
+                        self._update_alone(number, parameter.grad)
+                        self._aside[number], parameter.grad = parameter.grad, None
+        finally:
+            self._updating = False
+
+    def _update_alone(self, number: int, gradient: torch.Tensor) -> None:
+        if number not in self.hosted:
+            self._update(self._all[number].data, gradient, number)
+            return
+        weight, here = self.prefetch(self.device, number), self.tier.prefetch(gradient, self.device)
+        self.prefetch_state(number)
+        self.wait(weight, number)
+        self.tier.wait(gradient)
+        self.wait_for_state(number)
+        self._update(weight, here, number)
+        self.release(weight, number)
+        self.release_state(number)
 
     def begin(self) -> None:
         """Begin a step. Raises `FxrematError` if `optimizer.step()` was not called after the last backward."""
         if self.updated:
             raise FxrematError(
                 "the last backward has updated the parameters, and optimizer.step() was not called since: with "
-                "weights on the host every backward is a step, so gradients of several cannot be accumulated"
+                "weights on the host every backward is a step, unless gradients are to be added up: "
+                'Offload(weights=True, updates="step")'
             )
         self._all = self.parameters()
         self._watch()
@@ -125,11 +173,16 @@ class Weights:
             return
         self._watching, myself = True, weakref.ref(self)
 
-        def stepped(*_: Any) -> None:
+        def before(*_: Any) -> None:
             if (weights := myself()) is not None:
-                weights._stepped()
+                weights._before_step()
 
-        weakref.finalize(self, self.optimizer.register_step_pre_hook(stepped).remove).atexit = False
+        def after(*_: Any) -> None:
+            if (weights := myself()) is not None:
+                weights._after_step()
+
+        for hook in (self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after)):
+            weakref.finalize(self, hook.remove).atexit = False
 
     @contextlib.contextmanager
     def telling_what_is_new(self) -> Iterator[None]:
@@ -142,11 +195,13 @@ class Weights:
             self.tier.synchronize()  # so that code which reads parameters between steps reads new ones
         except BaseException as error:
             count, all_of = len(self.updated), len(self.parameters())
-            error.add_note(
-                f"fxremat: {count} of {all_of} parameters were updated before this happened, with their optimizer "
-                "state; each of the others is as it was"
-            )
+            if count or not self.later:
+                error.add_note(
+                    f"fxremat: {count} of {all_of} parameters were updated before this happened, with their optimizer "
+                    "state; each of the others is as it was"
+                )
             self._abandon()
+            self._after_step()
             raise
 
     def _abandon(self) -> None:
@@ -216,7 +271,9 @@ class Weights:
             state = self.optimizer.state.get(parameter, {})
             for key, value in _large(state, parameter).items():
                 state[key] = _moved(value, self.device)
-        self.hosted, self._shells, self._homes, self.updated = {}, {}, set(), set()
+            if parameter.grad is not None and not isinstance(parameter.grad, Spent):
+                parameter.grad = _moved(parameter.grad, self.device)
+        self.hosted, self._shells, self._homes, self.updated, self._gradients = {}, {}, set(), set(), {}
 
     @contextlib.contextmanager
     def seen_on_the_device(self) -> Iterator[None]:
@@ -224,17 +281,22 @@ class Weights:
         parameters = self.parameters()
         there = {number: parameters[number].data for number in self.hosted}
         shells = {number: self._shells[number] for number in self.hosted}
+        gradients = {number: parameters[number].grad for number in self.hosted}  # they are on the host
         for number, parameter in enumerate(parameters):
             if number not in there and parameter.device != self.device:
                 there[number] = parameter.data
                 shells[number] = without_memory(parameter.data, self.device)
         try:
+            for number in gradients:
+                parameters[number].grad = None
             for number, shell in shells.items():
                 parameters[number].data = shell
             yield
         finally:
             for number, data in there.items():
                 parameters[number].data = data
+            for number, gradient in gradients.items():
+                parameters[number].grad = gradient
 
     def _take_replaced(self) -> None:
         """Copy new data that was assigned to a hosted parameter into its memory on the host."""
@@ -251,9 +313,15 @@ class Weights:
                 parameter.data = home
 
     def _send_states_home(self) -> None:
-        """Move state of hosted parameters to the host, such as state from `optimizer.load_state_dict`."""
+        """Move state and gradients of hosted parameters to the host, such as state of `optimizer.load_state_dict`."""
         parameters = self.parameters()
         for number in self.hosted:
+            gradient, home = parameters[number].grad, self._gradients.get(number)
+            if gradient is None or isinstance(gradient, Spent):
+                self._gradients.pop(number, None)
+            elif home is None or gradient.data_ptr() != home.data_ptr():  # the user has assigned another one
+                self._gradients[number] = home = self.tier.host_like(self.hosted[number])
+                parameters[number].grad = home.copy_(gradient)
             state = self.optimizer.state.get(parameters[number], {})
             for key, value in _large(state, parameters[number]).items():
                 state[key] = self._home(value)
@@ -287,29 +355,65 @@ class Weights:
 
     def prefetch_state(self, number: int) -> None:
         """Allocate memory on the device for a parameter's optimizer state, if it has any, and begin to copy it."""
-        parameter = self._all[number]
-        state = _large(self.optimizer.state.get(parameter, {}), parameter)
-        self._coming[number] = {key: self.tier.prefetch(home, self.device) for key, home in state.items()}
+        self._coming[number] = {
+            key: self.tier.prefetch(home, self.device) for key, home in self._travelling(number).items()
+        }
 
     def wait_for_state(self, number: int) -> None:
         """Wait until a parameter's optimizer state is on the device."""
-        parameter = self._all[number]
-        for home in _large(self.optimizer.state.get(parameter, {}), parameter).values():
+        for home in self._travelling(number).values():
             self.tier.wait(home)
 
     def release_state(self, number: int) -> None:
         """Wait until a parameter's optimizer state is on the host, and free its memory on the device."""
-        parameter = self._all[number]
-        for home in _large(self.optimizer.state.get(parameter, {}), parameter).values():
+        for home in self._travelling(number).values():
             self.tier.release(home)
         self._leaving.pop(number, None)
+
+    def _travelling(self, number: int) -> dict[str, torch.Tensor]:
+        """Return what the host has of a parameter for `update`, by key: its optimizer state, or its gradient so far."""
+        parameter = self._all[number]
+        if self._adds_up:
+            return {"grad": self._gradients[number]} if number in self._gradients else {}
+        return _large(self.optimizer.state.get(parameter, {}), parameter)
+
+    @property
+    def _adds_up(self) -> bool:
+        """True if gradients are added up now, and not used for updates."""
+        return self.later and not self._updating
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor, number: int) -> None:
         """Run the optimizer's update of one parameter; if it lives on the host, begin to copy it there with its state.
 
+        Where updates run later, add the gradient to the parameter's instead.
+
         Args:
             weight: the parameter's memory on the device, which is overwritten.
         """
+        if self._adds_up:
+            self._add(gradient, number)
+        else:
+            self._update(weight, gradient, number)
+            self._all[number].grad = shell_of(Spent, self._all[number])
+
+    def _add(self, gradient: torch.Tensor, number: int) -> None:
+        """Add to the gradient of a parameter, which lives where the parameter does, in the parameter's layout."""
+        parameter, home = self._all[number], self._gradients.get(number)
+        if number not in self.hosted:
+            if parameter.grad is None:
+                parameter.grad = _alone(gradient, parameter)
+            else:
+                parameter.grad += gradient
+            return
+        before = self._coming.pop(number, {}).get("grad")
+        total = _alone(gradient, parameter) if before is None else before.add_(gradient)
+        if home is None:
+            self._gradients[number] = parameter.grad = home = self.tier.host_like(self.hosted[number])
+        self.tier.store(total, home)
+        self._leaving[number] = {"grad": total}
+
+    def _update(self, weight: torch.Tensor, gradient: torch.Tensor, number: int) -> None:
+        """Run the optimizer's update of one parameter, and send it home with its state if it lives on the host."""
         parameter = self._all[number]
         single, shell = self._single_for(number, weight)
         shell.data, shell.grad = weight, gradient
@@ -336,7 +440,6 @@ class Weights:
             shell.grad = None
             shell.data = shell.data.new_empty(0)
         self.updated.add(number)
-        parameter.grad = shell_of(Spent, parameter)
 
     def _single_for(self, number: int, weight: torch.Tensor) -> tuple[torch.optim.Optimizer, nn.Parameter]:
         parameter = self._all[number]
@@ -370,6 +473,23 @@ class Weights:
         self._leaving[number] = tensors
         state.update(after | homes)
 
+    def check_unscaled(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Raise `FxrematError` if updates run in the backward, and the loss was scaled: they would be wrong.
+
+        Args:
+            gradients: the gradients of the model's scalar outputs. One output is the loss; others may be unused or
+                reweighted.
+        """
+        found = [] if self.later else [float(gradient) for gradient in gradients]
+        if found and 1.0 not in found:
+            what = "gradient of the loss is" if len(found) == 1 else "gradients of the model's scalar outputs are"
+            numbers = ", ".join(f"{number:g}" for number in found)
+            raise FxrematError(
+                f"the {what} {numbers}, not 1: a GradScaler, or a factor for accumulation; with weights on the host "
+                "the step is taken inside the backward, for the loss as the model returns it, unless updates wait for "
+                'the optimizer: Offload(weights=True, updates="step")'
+            )
+
     def _at_home(self, number: int) -> torch.Tensor:
         if number not in self.hosted:
             raise FxrematError(
@@ -393,29 +513,17 @@ def _large(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch
     }
 
 
+def _alone(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a gradient in the parameter's layout and in memory of its own, as autograd would put it into `.grad`."""
+    if gradient.stride() == parameter.stride() and gradient.untyped_storage().nbytes() == gradient.nbytes:
+        return gradient.detach()
+    return torch.empty_like(parameter, device=gradient.device, requires_grad=False).copy_(gradient)
+
+
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy on the device, in memory of its own."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return copy.copy_(tensor)
-
-
-def check_unscaled(gradients: Sequence[torch.Tensor]) -> None:
-    """Raise `FxrematError` if the loss was scaled before its backward: the updates would then be wrong.
-
-    Args:
-        gradients: the gradients of the model's scalar outputs. One output is the loss; others may be unused or
-            reweighted.
-    """
-    found = [float(gradient) for gradient in gradients]
-    if found and 1.0 not in found:
-        what = "gradient of the loss is" if len(found) == 1 else "gradients of the model's scalar outputs are"
-        numbers = ", ".join(f"{number:g}" for number in found)
-        raise FxrematError(
-            f"the {what} {numbers}, not 1: a GradScaler, or a factor for accumulation; with weights on the host the "
-            "step is taken inside the backward, for the loss as the model returns it"
-        )
-
-
 
 
 def weights_named(name: str) -> Weights:

@@ -20,7 +20,7 @@ class Spent(torch.Tensor):
         raise FxrematError(
             f"{op} asks for a gradient, but with weights on the host each parameter is updated as soon as its "
             "gradient is there, and the gradient is gone: clipping by the norm of all, GradScaler and what else needs "
-            "all gradients at once work with a plan without Offload(weights=True)"
+            'all gradients at once work with Offload(weights=True, updates="step")'
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

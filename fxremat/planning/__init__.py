@@ -109,6 +109,9 @@ def _with_weights(made: Plan, step: Step) -> Plan:
     here = kind_of_optimizer(step.trained.optimizer)
     if here != made.weights.optimizer:
         raise PlanMismatch(f"the plan updates weights by {made.weights.optimizer}, and here is {here}")
+    if step.trained.weights.later != made.weights.later:
+        when = "step" if made.weights.later else "backward"
+        raise PlanMismatch(f'the plan is for Offload(weights=True, updates="{when}"), and here is another value')
     if step.trained.settled not in (None, made.weights.hosted):
         raise PlanMismatch("other parameters live on the host since an earlier plan")
     handles = Handles(name=step.trained.weights.name, numbers=step.trained.numbers)

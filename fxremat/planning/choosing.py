@@ -125,7 +125,7 @@ def _plan_with_weights(survey: Survey, trained: TrainedParameters, options: Opti
     graph, frontier, limit, tier = survey.step.graph, survey.frontier, survey.limit, trained.weights.tier
     link = measure_link(tier, device_of(graph), typical_size(graph))
     costs = with_own_sizes(graph, survey.costs)
-    units = units_of(graph, trained.optimizer, costs)
+    units = units_of(graph, trained.optimizer, costs, later=trained.weights.later)
     if shown := sorted(unit.value for unit in units if unit.stays and unit.value in (trained.settled or ())):
         raise FxrematError(
             f"forward returns a view of {named(trained, shown)}, which lives on the host since the plan for other "
@@ -150,6 +150,8 @@ def _plan_with_weights(survey: Survey, trained: TrainedParameters, options: Opti
         minimum=best.minimum,
         hosted=frozenset(best.choice.hosted),
         optimizer=kind_of_optimizer(trained.optimizer),
+        later=trained.weights.later,
+        step_bytes=best.step_bytes,
     )
     return plan_of(best.candidate, frontier, costs, limit.bytes, options, tier=tier, link=link, weights=weights)
 

@@ -116,7 +116,8 @@ def keep_all_of(step: Step, costs: Costs, frontier: Frontier) -> int:
     if step.trained is None:
         return frontier.keep_all.peak
     costs = with_own_sizes(step.graph, costs)
-    return resident_peak(frontier.keep_all, units_of(step.graph, step.trained.optimizer, costs), costs)
+    units = units_of(step.graph, step.trained.optimizer, costs, later=step.trained.weights.later)
+    return resident_peak(frontier.keep_all, units, costs)
 
 
 def order_within_limit(step: Step, limit: Limit) -> Sequence[int]:

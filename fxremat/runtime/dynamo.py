@@ -38,7 +38,7 @@ from fxremat.graphs.nodes import tangents_in
 from fxremat.graphs.region import runnable
 from fxremat.graphs.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_sizes
 from fxremat.host.default import default_tier
-from fxremat.ops.parameters import Weights, check_unscaled
+from fxremat.ops.parameters import Weights
 from fxremat.options import Options, SeenLoss, options_of
 from fxremat.passes.numbers import refuse_symbols
 from fxremat.passes.pipelines import PIPELINES, normalize
@@ -314,7 +314,8 @@ class Backend:
         if optimizer is not None and self.weights is None:
             devices = [tensor.device for tensor in tensors]
             device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-            self.weights = Weights(optimizer, self.options.tier or default_tier(device), device)
+            later = self.options.host is not None and self.options.host.updates == "step"
+            self.weights = Weights(optimizer, self.options.tier or default_tier(device), device, later=later)
         return self.weights
 
     def _forward(self, graph: fx.GraphModule, step: _FixedStep | Sized | CalledGraph) -> Callable[..., Any]:
@@ -625,7 +626,7 @@ class _FixedStep:
             if weights is None:
                 return without(run(arguments), needs, unused)
             weights.begin()
-            check_unscaled([arguments[place] for place in losses])
+            weights.check_unscaled([arguments[place] for place in losses])
             with weights.telling_what_is_new():
                 return without(run(arguments), needs, unused)
 

@@ -68,11 +68,22 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterUpdate:
-    """A parameter that the step itself updates by the optimizer, and what the update costs."""
+    """A parameter whose gradient the backward uses up, and what that costs: for its update, or for adding it up.
+
+    The update runs in the backward. Or the backward adds the gradient to those of earlier backwards, and the update
+    runs in `optimizer.step()`: `later`, which takes bytes in addition to all that waits.
+    """
 
     value: int  # the number of the parameter's value in the step graph
     bytes: int  # bytes of the parameter
-    state_bytes: int  # bytes of its optimizer state
-    workspace: int  # bytes that the update allocates while it runs
-    seconds: float  # seconds of the update
+    state_bytes: int  # bytes that the backward reads and writes: of the optimizer state, or of the gradient so far
+    workspace: int  # bytes that the backward allocates for it meanwhile
+    seconds: float  # seconds of this in the backward
     stays: bool = False  # the parameter stays on the device: forward returns a view of it
+    later: int | None = None  # bytes that the update in `optimizer.step()` allocates; None: it runs in the backward
+    waiting: int = 0  # bytes of optimizer state that live where the parameter does, and that the backward leaves there
+
+    @property
+    def held(self) -> int:
+        """The bytes of the parameter and of all that lives where it does."""
+        return self.bytes + self.state_bytes + self.waiting

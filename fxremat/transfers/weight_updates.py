@@ -19,7 +19,7 @@ from fxremat.step.costs import Costs, Link, ParameterUpdate
 from fxremat.step.liveness import live_bytes
 from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.activations import least_size, trips
-from fxremat.transfers.weights import Choice, choose, hosted, update_inside
+from fxremat.transfers.weights import Choice, choose, hosted, step_bytes, update_inside
 
 SOURCES = 16  # programs that are tried
 SPARE = (1.0, 0.95, 0.9)  # shares of the budget into which the choice has to fit: smaller ones mean fewer waits
@@ -32,6 +32,12 @@ class Trained:
     candidate: Candidate  # its program has the updates and copies of parameters
     choice: Choice
     minimum: int  # bytes: the least peak of any plan
+    step_bytes: int  # bytes: the peak of `optimizer.step()`, where that updates the parameters; else 0
+
+    @property
+    def peak(self) -> int:
+        """The peak in bytes of forward, backward and the updates."""
+        return max(self.candidate.peak, self.step_bytes)
 
 
 def best_within(
@@ -68,11 +74,12 @@ def best_within(
         )
         most, _ = choosing(0)
         last_moment = hosted(program, units, most, costs, link, 0).performed(costs)
-        floor = last_moment.memory.peak
+        floor = max(last_moment.memory.peak, step_bytes(units, most.hosted))
         if least is None or floor < least:
-            least, tightest = floor, _trained(source, most, last_moment)
+            least, tightest = floor, _trained(source, most, last_moment, units)
         for share in SPARE:
             choice, fits = choosing(int(budget * share))
+            fits = fits and step_bytes(units, choice.hosted) <= budget
             if not fits and floor <= budget and share == 1.0:
                 choice = most
             elif not fits:
@@ -82,19 +89,27 @@ def best_within(
                 continue
             swapped = timed.performed(costs)
             if swapped.memory.peak <= budget:
-                best = _trained(source, choice, swapped)
+                best = _trained(source, choice, swapped, units)
     assert least is not None
     assert tightest is not None
     if best is None and budget < least:
         raise BudgetTooSmall(minimum=least, budget=budget)
     best = best or tightest  # if early copies leave no room, the plan of the least budget is the best
-    return replace(best, minimum=min(least, best.candidate.peak))
+    return replace(best, minimum=min(least, best.peak))
 
 
-def _trained(source: Candidate, choice: Choice, swapped: ProgramWithTransfers) -> Trained:
-    return Trained(candidate=source.transferring(swapped), choice=choice, minimum=swapped.memory.peak)
+def _trained(
+    source: Candidate, choice: Choice, swapped: ProgramWithTransfers, units: Sequence[ParameterUpdate]
+) -> Trained:
+    return Trained(
+        candidate=source.transferring(swapped),
+        choice=choice,
+        minimum=swapped.memory.peak,
+        step_bytes=step_bytes(units, choice.hosted),
+    )
 
 
 def resident_peak(candidate: Candidate, units: Sequence[ParameterUpdate], costs: Costs) -> int:
     """Return the peak in bytes of a candidate's step with its updates, with all weights and state on the device."""
-    return live_bytes(update_inside(candidate.program(), units), costs.sizes).peak
+    inside = live_bytes(update_inside(candidate.program(), units), costs.sizes).peak
+    return max(inside, step_bytes(units, frozenset()))

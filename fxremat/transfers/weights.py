@@ -69,8 +69,19 @@ def update_inside(program: Program, units: Iterable[ParameterUpdate]) -> Program
     for position, step in enumerate(program.steps):
         steps.append(step)
         steps += after.get(position, ())
-    resident = sum(unit.bytes + unit.state_bytes for unit in units)
-    return replace(program, steps=tuple(steps), resident=resident)
+    return replace(program, steps=tuple(steps), resident=sum(unit.held for unit in units))
+
+
+def step_bytes(units: Iterable[ParameterUpdate], away: Set[int]) -> int:
+    """Return the peak in bytes of `optimizer.step()`, which updates one parameter after the other; 0 without updates.
+
+    Args:
+        away: parameters that live on the host. Each comes for its update, with its gradient and its state.
+    """
+    later = [(unit, unit.later) for unit in units if unit.later is not None]
+    resident = sum(unit.held for unit, _ in later if unit.value not in away)
+    coming = (more + (unit.held if unit.value in away else 0) for unit, more in later)
+    return resident + max(coming, default=0)
 
 
 @dataclass(frozen=True)
@@ -177,10 +188,11 @@ def choose(
 def _hosting(program: Program, unit: ParameterUpdate, link: Link, steps: int) -> _Move:
     visits = _visits(program, unit)
     again = _Move(unit, _removed(unit, visits, steps, hosted=True), 0, unit.bytes, 0)
-    both = unit.bytes + unit.state_bytes
-    kinds = max(1, round(unit.state_bytes / unit.bytes)) if unit.bytes else 1  # state tensors of the parameter's size
-    host = link.on_host(unit.bytes) + link.on_host(unit.state_bytes, kinds)
-    return _Move(unit, _removed(unit, visits, steps, hosted=False), 0, 2 * both, host, again)
+    moved = unit.bytes * (2 if unit.later is None else 1) + 2 * unit.state_bytes  # it is not changed if updated later
+    beside = unit.state_bytes + unit.waiting
+    kinds = max(1, round(beside / unit.bytes)) if unit.bytes else 1  # tensors of the parameter's size
+    host = link.on_host(unit.bytes) + link.on_host(beside, kinds)
+    return _Move(unit, _removed(unit, visits, steps, hosted=False), 0, moved, host, again)
 
 
 def _still_needed(made: Sequence[_Move], excess: Ints, settled: Set[int]) -> list[_Move]:
@@ -229,7 +241,7 @@ def _removed(unit: ParameterUpdate, visits: _Visits, count: int, *, hosted: bool
     first = (visits.forward or visits.backward)[0]
     removed[:first] = unit.bytes
     removed[visits.backward[1] + 1 :] = unit.bytes
-    removed += unit.state_bytes
+    removed += unit.state_bytes + unit.waiting
     removed[visits.backward[1]] -= unit.state_bytes
     return removed
 
@@ -239,7 +251,7 @@ def hosted(
 ) -> TimedCopies:
     """Return the program of `update_inside` with the copies to and from the host that the choice requires."""
     away = sorted((unit for unit in units if unit.value in choice.hosted), key=lambda unit: unit.value)
-    base = replace(program, resident=program.resident - sum(unit.bytes + unit.state_bytes for unit in away))
+    base = replace(program, resident=program.resident - sum(unit.held for unit in away))
     need = need_of(base, live_bytes(base, costs.sizes))
     trips = _Trips(program, need)
     for unit in away:
@@ -271,7 +283,7 @@ class _Trips:
             earliest = max(begins, self.program.split) if first >= self.program.split else begins
             self._come(unit, unit.bytes, begins=earliest, first=first)
             begins = last + 1
-        self._go(unit, unit.bytes, visits.backward[1])
+        self._go(unit, unit.bytes if unit.later is None else 0, visits.backward[1])  # 0: the host's copy is still valid
 
     def add_state(self, unit: ParameterUpdate) -> None:
         """Copy a parameter's optimizer state in before its update, and back after it."""
