@@ -311,8 +311,10 @@ class Options:
             self._set("mem", self.saved.budget)
 
     def _check_backend(self) -> None:
-        if self.compiles and self.host:
-            raise FxrematError('backend="inductor" keeps everything on the device; it does not go with offload')
+        if self.compiles and self.hosts_weights:
+            raise FxrematError('backend="inductor" keeps weights on the device: Offload(weights=True) goes without it')
+        if self.compiles and self.offloads_by_chain:
+            raise FxrematError(f'backend="inductor" offloads by solver="auto"; it does not go with {self.solver!r}')
         if self.compiles and not self.measures:
             raise FxrematError('backend="inductor" measures its kernels; it goes with costs="measure"')
 

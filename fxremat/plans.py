@@ -16,7 +16,7 @@ from fxremat.plan_file import NAMES, PlanData, as_plain, load, save, without_the
 from fxremat.planned_step import PlannedStep
 from fxremat.show.difference import Difference
 from fxremat.show.frontier import FrontierTable
-from fxremat.show.modules import ModuleNode, module_tree
+from fxremat.show.modules import ModuleNode, modules_of
 from fxremat.show.moments import Moments
 from fxremat.show.notebook import framed
 from fxremat.show.page import page
@@ -39,7 +39,7 @@ class Plan(PlannedStep):
     @cached_property
     def modules(self) -> ModuleNode:
         """A tree of modules: the bytes that each saves, recomputes and offloads, and the seconds that it runs."""
-        return module_tree(self.chosen, self.costs)
+        return modules_of(self)
 
     @cached_property
     def moments(self) -> Moments:

@@ -72,18 +72,23 @@ def calibration(
 
 
 def seconds_of_steps(
-    programs: Sequence[Program], costs: Sequence[Costs], inputs: Sequence[Any] = ()
+    programs: Sequence[Program], costs: Sequence[Costs], inputs: Sequence[Any] = (), tier: str = ""
 ) -> list[float] | None:
     """Return for each program the seconds of its fastest step; the programs take turns. None if they cannot run.
 
     If the same programs were compared before, the seconds are read from the cache.
+
+    Args:
+        tier: the name of the host tier to which programs copy values.
     """
-    compare = partial(_compared, programs, costs, inputs)
+    compare = partial(_compared, programs, costs, inputs, tier)
     return remembered("seconds of steps", programs, len(programs), compare)
 
 
-def _compared(programs: Sequence[Program], costs: Sequence[Costs], inputs: Sequence[Any]) -> list[float] | None:
-    made = [_Made.of(program, cost, inputs, alone=True) for program, cost in zip(programs, costs, strict=True)]
+def _compared(
+    programs: Sequence[Program], costs: Sequence[Costs], inputs: Sequence[Any], tier: str
+) -> list[float] | None:
+    made = [_Made.of(program, cost, inputs, tier, alone=True) for program, cost in zip(programs, costs, strict=True)]
     steps = [one for one in made if one is not None]
     if len(steps) < len(made):
         return None
@@ -103,17 +108,20 @@ def _compared(programs: Sequence[Program], costs: Sequence[Costs], inputs: Seque
     return _tried(run, steps[0].device)
 
 
-def peak_of_step(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> int | None:
+def peak_of_step(program: Program, costs: Costs, inputs: Sequence[Any] = (), tier: str = "") -> int | None:
     """Return the measured peak of one step of a program's graphs, in bytes above its start; None if it cannot run.
 
     It does not include a loss outside the model. For a program that was run before it is read from the cache.
+
+    Args:
+        tier: the name of the host tier to which the program copies values.
     """
-    peak = remembered("peak of one step", [program], 1, partial(_peak, program, costs, inputs))
+    peak = remembered("peak of one step", [program], 1, partial(_peak, program, costs, inputs, tier))
     return None if peak is None else int(peak[0])
 
 
-def _peak(program: Program, costs: Costs, inputs: Sequence[Any]) -> list[float] | None:
-    made = _Made.of(program, costs, inputs, alone=True)
+def _peak(program: Program, costs: Costs, inputs: Sequence[Any], tier: str) -> list[float] | None:
+    made = _Made.of(program, costs, inputs, tier, alone=True)
     if made is None:
         return None
     return _tried(lambda: [float(peak_of(partial(made.step, *made.arguments()), made.device)[0])], made.device)
@@ -181,7 +189,9 @@ class _Made:
     backward: Callable[[list[Any]], Any]
 
     @classmethod
-    def of(cls, program: Program, costs: Costs, inputs: Sequence[Any], *, alone: bool) -> _Made | None:
+    def of(
+        cls, program: Program, costs: Costs, inputs: Sequence[Any], tier: str = "", *, alone: bool
+    ) -> _Made | None:
         """Make the graphs of a program; return None if one step does not fit into the memory that is free.
 
         Args:
@@ -190,7 +200,7 @@ class _Made:
         if alone and not has_room(program, costs, inputs):
             return None
         joint = captured_of(program.layout.graph)
-        graphs = lower(program, fresh=costs.fresh)
+        graphs = lower(program, tier, fresh=costs.fresh)
         return cls(joint, given_inputs(joint, inputs), *map(runnable, graphs))
 
     @property

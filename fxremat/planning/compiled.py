@@ -52,6 +52,8 @@ from fxremat.progress import progress
 from fxremat.search.candidate import Candidate, exchanged
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program
+from fxremat.transfers.activations import least_size
+from fxremat.transfers.offloading import Source
 from fxremat.units import format_seconds
 
 log = logging.getLogger(__name__)
@@ -107,7 +109,7 @@ class _Search:
         if known is None:
             return None
         candidate = exchanged(self._plan.graph)(known.candidate)
-        judged = self._judged(candidate, known.units) if known.units else self.op_by_op
+        judged = self._fitting(self._judged(candidate, known.units)) if known.units else self.op_by_op
         if judged.peak > self._plan.budget or (known.units and not self._runs_within(judged)):
             return None
         return self.plan_of(judged, known.seconds, known.why)
@@ -152,7 +154,7 @@ class _Search:
         known = recall(device, key, 1)
         if known is None and in_regions and alone:
             programs, costs = [rival.program for rival in rivals], [rival.costs for rival in rivals]
-            seconds = seconds_of_steps(programs, costs, self._step.inputs)
+            seconds = seconds_of_steps(programs, costs, self._step.inputs, self._tier)
             log.debug("seconds of steps in regions, and of single ops: %s; foreseen: %s", seconds, foreseen)
             if seconds is None:
                 return foreseen
@@ -187,7 +189,8 @@ class _Search:
         """The key under which the choice is stored: graph, costs, budget and options, all that it depends on."""
         options, of = self._options, (self._kernels.configuration, self._plan.budget, self._plan.chosen.peak)
         sought = (options.search.seconds, options.search.slots)
-        settings = ("in regions", *of, options.solver, *sought, options.loss_outside.size)
+        hosted = (self._plan.link, options.host_limit)
+        settings = ("in regions", *of, options.solver, *sought, options.loss_outside.size, *hosted)
         return repr(key_of(self._plan.graph, self._single, settings))
 
     def in_regions(self) -> list[Judged]:
@@ -220,22 +223,23 @@ class _Search:
             return plan.alternatives.candidates
         seconds = tuple(second * min(1.0, share) for second, share in zip(single.seconds, shares, strict=True))
         costs = replace(single, seconds=seconds)
-        return searched_again(plan.alternatives, costs, plan.budget, self._options).candidates
+        known = plan.alternatives.each(lambda one: one.without_transfers)
+        return searched_again(known, costs, plan.budget, self._options).candidates
 
     def fastest(self, candidates: Iterable[Candidate]) -> Judged | None:
         """Return the fastest program in units that fits, as far as op-by-op times predict the order; None if none fits.
 
         The candidates are tried fastest first, and the first that fits is taken for each of the `CUTS`.
         """
-        joint, largest = self._plan.graph, ABOVE * self._budget
-        near = [one for one in candidates if one.peak <= largest and one.layout.graph is joint]
+        joint, largest = self._plan.graph, inf if self._plan.link else ABOVE * self._budget
+        near = [one.without_transfers for one in candidates if one.peak <= largest and one.layout.graph is joint]
         found: list[Judged] = []
         for cut in CUTS:
             needed = cut is CUTS[0] or not (found or self._fits_op_by_op)
             most = inf if needed else max(QUICK, self._compiling / 2)
             if (judged := self._fastest_cut(near, cut, most)) is not None:
                 found.append(judged)
-                if judged.time <= FASTER * self._single.time(self._plan.chosen.program()):
+                if judged.time <= FASTER * self.op_by_op.time:
                     break
         return min(found, key=lambda judged: judged.time, default=None)
 
@@ -246,10 +250,11 @@ class _Search:
         """
         budget, sizes, tries = self._budget, self._single.sizes, 0
         for candidate, program, units, saved in self._in_units(candidates, cut):
-            if max(unit_bytes(program, sizes, units)) > budget:
+            alone = self._plan.link is None  # no value can leave for the host
+            if alone and max(unit_bytes(program, sizes, units)) > budget:
                 continue
             fused = fused_program(program, units, self._kernels)
-            if live_bytes(fused, known_costs(captured_of(fused.layout.graph)).sizes).peak > budget:
+            if alone and live_bytes(fused, known_costs(captured_of(fused.layout.graph)).sizes).peak > budget:
                 continue
             seconds = _seconds_of_compiling(fused)
             if seconds > most:  # the other candidates need about as much if they are cut in this way
@@ -259,10 +264,24 @@ class _Search:
             if tries == TRIES:
                 return None
             tries += 1
-            judged = self._judged(candidate, units, fused)
+            judged = self._fitting(self._judged(candidate, units, fused))
             if judged.peak <= budget:
                 return self._with_slow_regions_apart(judged)
         return None
+
+    def _fitting(self, judged: Judged) -> Judged:
+        """Return the program with as many values on the host as makes it fit; as it is if it fits, or none may leave.
+        """
+        link, budget = self._plan.link, self._budget
+        if link is None or judged.peak <= budget or judged.transfers:
+            return judged
+        source = Source.of(judged.fused, judged.costs, least_size(self._plan.keep_all_peak))
+        ways = source.within(budget, link, self._options.host_limit, inf)
+        best = min(ways, key=lambda way: way.time, default=None)
+        if best is None:
+            return judged
+        result = best.performed(judged.costs)
+        return replace(judged, program=result.program, peak=result.memory.peak, transfers=result)
 
     def _in_units(
         self, candidates: Iterable[Candidate], cut: Cut
@@ -273,7 +292,7 @@ class _Search:
         fits, candidates that cannot become faster than it are left out.
         """
         least = LITTLE * self._single.time_of(range(len(self._plan.graph.ops)))
-        single = self._single.time(self._plan.chosen.program()) if self._fits_op_by_op else inf
+        single = self.op_by_op.time if self._fits_op_by_op else inf
         for candidate in candidates:
             program = candidate.program()
             seconds = self._single.time(program)
@@ -299,6 +318,11 @@ class _Search:
         fused = [single.seconds[op] for op in ops if is_pointwise(joint.nodes[op])]
         return sum(fused) - max(fused, default=0.0)
 
+    @property
+    def _tier(self) -> str:
+        """The name of the host tier; "": nothing may leave."""
+        return self._plan.tier.name if self._plan.tier else ""
+
     @cached_property
     def _names(self) -> Sequence[str]:
         """A text for each op, the same for ops that cost the same."""
@@ -315,7 +339,9 @@ class _Search:
         """
         plan, program = self._plan, self._plan.chosen.program()
         if any(node.target in ALWAYS_COMPILED for node in plan.captured.nodes):
-            return self._judged(plan.chosen, alone(program, range(len(program.steps))))
+            candidate = plan.chosen.without_transfers
+            steps = candidate.program().steps
+            return self._fitting(self._judged(candidate, alone(candidate.program(), range(len(steps)))))
         return Judged(
             candidate=plan.chosen,
             units=(),
@@ -323,6 +349,7 @@ class _Search:
             costs=plan.costs,
             peak=plan.chosen.peak,
             single=plan.costs,
+            transfers=plan.chosen.transfers,
         )
 
     def plan_of(self, judged: Judged, time: float, why: str) -> Plan:
@@ -336,8 +363,9 @@ class _Search:
         if not regions:
             return replace(self._plan, not_compiled=why)
         candidate = replace(judged.candidate, time=self._single.time(judged.candidate.program()))
+        time = judged.time if judged.transfers else time  # the copies' times are simulated with it
         compiled = Compiled(
-            chosen=candidate.in_units(judged.program, judged.peak, time),
+            chosen=candidate.in_units(judged.program, judged.peak, time, judged.transfers),
             costs=judged.costs.scaled(time / judged.time),
             regions=len(regions),
             distinct=len({region.digest for region in regions}),
@@ -377,7 +405,7 @@ class _Search:
         A step that the device has no room for now is assumed to stay within its predicted peak.
         """
         step = judged.program, judged.costs, self._step.inputs
-        peak = peak_of_step(*step)
+        peak = peak_of_step(*step, self._tier)
         if not has_room(*step) if peak is None else peak <= self._plan.budget:
             return True
         took = "could not be run" if peak is None else f"took {peak} bytes for {judged.peak} foreseen"
@@ -397,7 +425,7 @@ class _Search:
             units += alone(program, unit.steps) if slow else [unit]
         if saved <= WORTH_APART * judged.time:
             return judged
-        apart = self._judged(judged.candidate, tuple(units))
+        apart = self._fitting(self._judged(judged.candidate, tuple(units)))
         return apart if apart.peak <= self._budget and apart.time < judged.time else judged
 
 

@@ -12,6 +12,7 @@ from fxremat.passes.lower_as_one import GROUP
 from fxremat.search.candidate import Candidate
 from fxremat.step.costs import Costs
 from fxremat.step.program import Program
+from fxremat.step.transferred import ProgramWithTransfers
 
 LEAST_SHARE = 0.05  # an op that is fused with others counts with at least this share of its seconds when run alone
 
@@ -26,6 +27,12 @@ class Judged:
     costs: Costs
     peak: int  # bytes
     single: Costs  # costs of the ops when they run one by one
+    transfers: ProgramWithTransfers | None = None  # `program` with its copies to the host, if it makes any
+
+    @property
+    def fused(self) -> Candidate:
+        """The program in units as a candidate, before copies to the host."""
+        return self.candidate.in_units(self.program, self.peak, self.costs.time(self.program))
 
     @property
     def joint(self) -> Captured:
@@ -46,8 +53,8 @@ class Judged:
 
     @property
     def time(self) -> float:
-        """The seconds of the whole program."""
-        return self.costs.time(self.program)
+        """The seconds of the whole program, those in which it waits for copies included."""
+        return self.transfers.time if self.transfers else self.costs.time(self.program)
 
 
 def shares_of(tried: Sequence[Judged], single: Costs, joint: Captured) -> list[float]:

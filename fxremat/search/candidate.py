@@ -116,7 +116,8 @@ class InUnits:
 
     began: FromSchedule | Refined | Transferred | Communicating
     ops: Layout  # the layout of the ops before they were grouped
-    fused: Program  # the program of units
+    fused: Program  # the program of units, copies to the host included
+    result: ProgramWithTransfers | None = None  # the same program with its copies' times; None: it makes no copies
 
     def order(self, _: Layout) -> Order:
         """Return the order in which the ops of the other origin run, without units."""
@@ -170,7 +171,7 @@ class Candidate:
     def transfers(self) -> ProgramWithTransfers | None:
         """The program with copies to the host and back, and their times; None if the candidate makes no copies."""
         origin = self.origin.began if isinstance(self.origin, Communicating) else self.origin
-        return origin.result if isinstance(origin, Transferred) else None
+        return origin.result if isinstance(origin, Transferred | InUnits) else None
 
     @property
     def communication(self) -> ProgramWithCommunication | None:
@@ -206,10 +207,21 @@ class Candidate:
         origin = self.origin.began if isinstance(self.origin, Communicating) else self.origin
         return replace(self, peak=result.memory.peak, time=time, origin=Communicating(origin, result))
 
-    def in_units(self, program: Program, peak: int, time: float) -> Candidate:
-        """Return the candidate with its ops grouped into units: their program, its peak in bytes and its seconds."""
+    @property
+    def without_transfers(self) -> Candidate:
+        """The candidate without copies to the host; its peak and its seconds are still those with them."""
+        return replace(self, origin=self._untransferred) if isinstance(self.origin, Transferred) else self
+
+    def in_units(
+        self, program: Program, peak: int, time: float, transfers: ProgramWithTransfers | None = None
+    ) -> Candidate:
+        """Return the candidate with its ops grouped into units: their program, its peak in bytes and its seconds.
+
+        Args:
+            transfers: `program` with the times of its copies to the host, if it makes any.
+        """
         assert not isinstance(self.origin, InUnits)
-        origin = InUnits(self.origin, self.layout, program)
+        origin = InUnits(self.origin, self.layout, program, transfers)
         return replace(self, peak=peak, time=time, layout=program.layout, origin=origin)
 
     def on(self, layout: Layout) -> Candidate:

@@ -17,7 +17,7 @@ from typing import TypeVar
 from fxremat.errors import FxrematError
 from fxremat.planned_step import PlannedStep
 from fxremat.show.labels import printable
-from fxremat.show.modules import ModuleNode, Share, added, module_tree
+from fxremat.show.modules import ModuleNode, Share, added, modules_of
 from fxremat.show.moments import Moments
 from fxremat.show.page_data import KINDS
 from fxremat.show.table import WIDTH, Table
@@ -100,7 +100,7 @@ class Difference:
         if not isinstance(after, PlannedStep):
             form = shortened(after)
             raise FxrematError(f"{form} is not a plan; for another budget: plan.diff(plan.within({form}))")
-        trees = [module_tree(plan.chosen, plan.costs) for plan in (before, after)]
+        trees = [modules_of(plan) for plan in (before, after)]
         first, second = ({node.path for node in tree.walk()} for tree in trees)
         return cls(
             before=Figures.of(before, trees[0].total),

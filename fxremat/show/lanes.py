@@ -33,6 +33,7 @@ class Lanes:
 
 def planned_lanes(plan: PlannedStep) -> Lanes:
     """Return the ops, copies and memory of a plan that offloads. Raises `FxrematError` for a plan that does not."""
+    plan = plan.running
     swapped = plan.chosen.transfers
     if swapped is None:
         raise FxrematError("this plan offloads nothing: it has one lane, and plan.to_html() shows its memory")

@@ -1,6 +1,6 @@
 """The effect of a plan on each module: bytes that are saved, recomputed and offloaded, and seconds.
 
-    tree = module_tree(plan.chosen, plan.costs)
+    tree = modules_of(plan)
     tree.total            of the entire model: the plan's own figures
     tree.at("layers.3")   of a module with all its parts
 
@@ -10,9 +10,10 @@ Each figure belongs to one op, and so to the module in which the op was written.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from fxremat.planned_step import PlannedStep
 from fxremat.search.candidate import Candidate
 from fxremat.step.costs import Costs
 from fxremat.step.kinds import MemoryKind, lives_of
@@ -85,6 +86,25 @@ def added(shares: Iterable[Share]) -> Share:
 def module_tree(candidate: Candidate, costs: Costs) -> ModuleNode:
     """Return the modules of the model as a tree, each with its share in a candidate's program. O(steps)."""
     return _tree(_shares(candidate, costs))
+
+
+def modules_of(plan: PlannedStep) -> ModuleNode:
+    """Return the modules of a plan's model as a tree, each with its share in the step. O(steps).
+
+    Where ops are compiled together and values are offloaded, what is saved and offloaded are values of these units.
+    """
+    shares, running = _shares(plan.chosen, plan.costs), plan.running
+    if running is not plan and running.chosen.transfers:
+        units = _shares(running.chosen, running.costs)
+        shares = {
+            module: replace(
+                shares.get(module, Share()),
+                saved=units.get(module, Share()).saved,
+                offloaded=units.get(module, Share()).offloaded,
+            )
+            for module in dict.fromkeys((*shares, *units))
+        }
+    return _tree(shares)
 
 
 def _shares(candidate: Candidate, costs: Costs) -> dict[str, Share]:

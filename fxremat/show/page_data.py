@@ -22,7 +22,7 @@ from fxremat.planned_step import PlannedStep
 from fxremat.search.candidate import Candidate
 from fxremat.show.headline import headline, measured
 from fxremat.show.labels import source_of, value_name
-from fxremat.show.modules import Share, module_tree
+from fxremat.show.modules import Share, module_tree, modules_of
 from fxremat.show.moments import Moments
 from fxremat.show.palette import palette
 from fxremat.show.text import facts
@@ -66,7 +66,7 @@ def page_data(plan: PlannedStep) -> Data:
         "about": f"A plan of fxremat for a budget of {format_bytes(plan.budget)}{measured(plan)}",
         "budget": plan.budget,
         "keep_all": [plan.keep_all_peak, plan.keep_all_time],
-        "facts": [list(fact) for fact in facts(plan, module_tree(plan.chosen, plan.costs), exact=False)],
+        "facts": [list(fact) for fact in facts(plan, modules_of(plan), exact=False)],
         "kinds": [[kind.value, text] for kind, text in KINDS.items()],
         **_texts(running.graph, modules),
         **_colors(modules, moments, model),

@@ -20,7 +20,7 @@ from fxremat.chains.chain import Block
 from fxremat.chains.schedule import Forward, Keep, Op
 from fxremat.planned_step import Compiled, PlannedStep
 from fxremat.search.floor import floor_of
-from fxremat.show.modules import ModuleNode, Share, module_tree
+from fxremat.show.modules import ModuleNode, Share, modules_of
 from fxremat.show.table import WIDTH, clipped
 from fxremat.show.tree import Figures, Row, all_rows, ranges, rows_of, what_it_does
 from fxremat.slices.rewrite import SlicedRegion
@@ -70,7 +70,7 @@ HEADS = BlockRow(
 
 def describe(plan: PlannedStep, *, full: bool = False) -> str:
     """Return a plan as text: summary, modules, and schedule; `full`: all modules, each block, the whole schedule."""
-    tree = module_tree(plan.chosen, plan.costs)
+    tree = modules_of(plan)
     blocks = [_blocks(block_rows(plan))] if full else []
     parts = (_summary(plan, tree), _modules(plan, tree, full), *blocks, _schedule(plan, full))
     return "\n\n".join("\n".join(lines) for lines in parts)
@@ -207,10 +207,11 @@ def facts(plan: PlannedStep, tree: ModuleNode, *, exact: bool = True) -> Iterato
     if tree.total.recomputed:
         again = f"{_counted(plan.op_by_op.program.recomputed, 'op')} run again, {format_bytes(tree.total.recomputed)}"
         yield "recomputes", f"{again} in {format_seconds(tree.total.extra)}: {most_in(tree, 'recomputed')}"
-    if plan.chosen.transfers and not plan.weights:
+    transfers = plan.running.chosen.transfers
+    if transfers and not plan.weights:
         where = most_in(tree, "offloaded") if tree.total.offloaded else ""
-        yield "offloads", _transfers(plan.chosen.transfers, plan) + (f"; {where}" if where else "")
-    if not tree.total.recomputed and not plan.chosen.transfers:
+        yield "offloads", _transfers(transfers, plan.running) + (f"; {where}" if where else "")
+    if not tree.total.recomputed and not transfers:
         yield "keeps", "everything: no op runs again"
     if plan.weights:
         yield "weights", _weights(plan)
@@ -244,9 +245,10 @@ def _kernels(plan: PlannedStep, compiled: Compiled) -> str:
     ops = _counted(compiled.ops, "op")
     regions = f"{_counted(compiled.regions, 'region')}, {compiled.distinct} of them distinct"
     by_op = plan.op_by_op
+    beside = ", with nothing on the host," if compiled.chosen.transfers else ""
     return (
         f"Inductor's for {ops} in {regions}, compiled in {format_seconds(compiled.seconds)}; {_counted(alone, 'op')} "
-        f"as they are; op by op this would take {format_seconds(by_op.predicted_time)} and "
+        f"as they are; op by op{beside} this would take {format_seconds(by_op.predicted_time)} and "
         f"{format_bytes(by_op.predicted_peak)}"
     )
 

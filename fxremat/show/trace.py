@@ -115,6 +115,7 @@ def _about_op(plan: PlannedStep, op: int, block: int) -> dict[str, object]:
 
 def _copies(plan: PlannedStep) -> Iterator[Event]:
     """Yield an event for each copy to the host and back, at its simulated time."""
+    plan = plan.running
     transfers = plan.chosen.transfers
     if transfers is None:
         return

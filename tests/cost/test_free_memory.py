@@ -60,7 +60,7 @@ def test_a_program_in_regions_that_cannot_be_tried_for_want_of_memory_is_not_rej
 ) -> None:
     monkeypatch.setattr(compiled, "has_room", lambda *_: room)
     monkeypatch.setattr(compiled, "peak_of_step", lambda *_: None)
-    search: Any = SimpleNamespace(_plan=plan, _step=SimpleNamespace(inputs=()))
+    search: Any = SimpleNamespace(_plan=plan, _step=SimpleNamespace(inputs=()), _tier="")
     judged: Any = SimpleNamespace(program=plan.program, costs=plan.costs, peak=plan.predicted_peak)
     assert compiled._Search._runs_within(search, judged) is within
 
