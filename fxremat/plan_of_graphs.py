@@ -1,166 +1,37 @@
-"""The plan of a model that is several graphs: a program for each call of a step, within one budget."""
+"""Plans of models that are several graphs, which print as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
 from dataclasses import dataclass
-from itertools import groupby
+from typing import Any
 
-from fxremat.search.call_programs import CallProgram
-from fxremat.search.paths import Path
-from fxremat.step.step_graph import StepGraph
-from fxremat.units import format_bytes, format_seconds
-
-_NAME, _COUNT = 30, 11  # columns of a name, and of a number of calls
-_MOST = 24  # lines of calls that are printed
-_FUNCTIONS = 4  # functions that stay Python that are printed
-_INDENT = 18  # columns before a figure
+from fxremat.planned_graphs import PlannedGraphs
+from fxremat.show.graphs import page, snapshot
+from fxremat.show.notebook import framed
+from fxremat.show.snapshot import write
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlannedCall:
-    """A call of a graph in a step, with the program that runs."""
-
-    name: str  # the modules whose parameters it takes; the line of its first op if it takes none
-    graph: StepGraph
-    program: CallProgram
-    saved: int  # bytes that it keeps from its forward to its backward, besides inputs and outputs
-    before: int  # bytes alive when it begins that belong to no call
-    fastest: float  # seconds if nothing runs again
-
-    @property
-    def again(self) -> int:
-        """The number of ops that run again."""
-        return len(self.program.order.ops) - len(self.graph.ops)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class KnownPath:
-    """A sequence of calls that some steps took."""
-
-    calls: int
-    share: float  # of all steps
-    peak: int | None  # bytes; None: no programs fit on it
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlanOfGraphs:
-    """The plan for a model that is several graphs, on the path of the last step; it prints as text.
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class PlanOfGraphs(PlannedGraphs):
+    """The plan for a model that is several graphs, on the path of the last step, which shows itself as text and a page.
 
     Bytes are above what was allocated when the forward of the model began. What the last step did not do, such as
     another branch, is planned too (`paths`).
     """
 
-    model: str  # the name of the model's class
-    broken_at: str  # the line where the first graph ends; "": not known
-    python: tuple[str, ...]  # functions that call graphs and stay Python, with their lines
-    budget: int
-    predicted_peak: int
-    keep_all_peak: int  # the peak if nothing runs again, which budgets in percent refer to
-    minimum: int  # the least budget with which all known paths run
-    calls: tuple[PlannedCall, ...]
-    paths: tuple[KnownPath, ...]
+    def to_html(self) -> str:
+        """Return an HTML page that shows the plan, with its memory over the step as a picture."""
+        return page(self)
 
-    @classmethod
-    def of(
-        cls,
-        path: Path,
-        names: Sequence[str],
-        graphs: Sequence[StepGraph],
-        *,
-        model: str,
-        broken_at: str,
-        python: tuple[str, ...],
-        budget: int,
-        keep_all_peak: int,
-        minimum: int,
-        paths: tuple[KnownPath, ...],
-    ) -> PlanOfGraphs:
-        """Return the plan of a path; `names` and `graphs` are those of its calls."""
-        calls = tuple(
-            PlannedCall(
-                name=name,
-                graph=graph,
-                program=program,
-                saved=saved,
-                before=node.before,
-                fastest=node.choices[0].time,
-            )
-            for name, graph, node, program, saved in zip(
-                names, graphs, path.nodes, path.programs, path.saved, strict=True
-            )
-        )
-        return cls(
-            model=model,
-            broken_at=broken_at,
-            python=python,
-            budget=budget,
-            predicted_peak=path.peak,
-            keep_all_peak=keep_all_peak,
-            minimum=minimum,
-            calls=calls,
-            paths=paths,
-        )
+    def snapshot(self) -> dict[str, Any]:
+        """Return the planned memory as a memory snapshot of PyTorch; what a call saves, or needs, is one block of it.
+        """
+        return snapshot(self)
 
-    @property
-    def graphs(self) -> int:
-        """The number of different graphs that the step calls."""
-        return len({id(call.graph) for call in self.calls})
-
-    @property
-    def predicted_time(self) -> float:
-        """The seconds of all calls; what runs between them is not counted."""
-        return sum(call.program.time for call in self.calls)
-
-    @property
-    def keep_all_time(self) -> float:
-        """The seconds of all calls if nothing runs again."""
-        return sum(call.fastest for call in self.calls)
-
-    @property
-    def headline(self) -> str:
-        """The plan in a line, for logs."""
-        return (
-            f"{self.graphs} {'graph' if self.graphs == 1 else 'graphs'}, {len(self.calls)} calls a step: peak "
-            f"{format_bytes(self.predicted_peak)} of {format_bytes(self.budget)} allowed, time "
-            f"{format_seconds(self.predicted_time)}, {self.predicted_time / self.keep_all_time:.2f}x of keeping "
-            f"everything; the least budget is {format_bytes(self.minimum)}"
-        )
-
-    def describe(self) -> str:
-        """Return the plan as text of at most 100 columns."""
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        yield f"fxremat plan of {self.model}, {self.graphs} graphs, {len(self.calls)} calls a step"
-        if self.broken_at:
-            yield f"{'broken at':{_INDENT}}{self.broken_at}"[:100]
-        spared = self.keep_all_peak - self.predicted_peak
-        figures = {
-            "budget": format_bytes(self.budget),
-            "predicted peak": f"{format_bytes(self.predicted_peak)}, {format_bytes(spared)} less than keeping "
-            "everything",
-            "predicted time": f"{format_seconds(self.predicted_time)} in graphs, "
-            f"{self.predicted_time / self.keep_all_time:.3f}x of keeping everything",
-            "least budget": format_bytes(self.minimum),
-            "between graphs": f"{format_bytes(max(call.before for call in self.calls))} at most when a call begins: "
-            "inputs, outputs, and ops that stay Python",
-        }
-        for name, figure in figures.items():
-            yield f"{name:{_INDENT}}{figure}"
-        for function in self.python[:_FUNCTIONS]:
-            yield f"{'stays Python':{_INDENT}}{function}: only what it calls is planned"[:100]
-        if len(self.paths) > 1:
-            yield f"{'paths':{_INDENT}}{len(self.paths)} are known: " + ", ".join(
-                f"{path.calls} calls in {path.share:.0%}" for path in self.paths[:4]
-            ) + (", ..." if len(self.paths) > 4 else "")
-        yield ""
-        yield f"{'modules':{_NAME}}{'calls':>{_COUNT}}{'saved each':>14}{'runs again each':>20}"
-        rows = [list(group) for _, group in groupby(self.calls, key=lambda call: (id(call.graph), call.program))]
-        for row in rows[:_MOST]:
-            yield _row(row)
-        if len(rows) > _MOST:
-            yield f"and {sum(map(len, rows[_MOST:]))} calls more"
+    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Write the planned memory to a file that pytorch.org/memory_viz and `torch.cuda._memory_viz` open."""
+        write(self.snapshot(), path)
 
     def __str__(self) -> str:
         return self.describe()
@@ -168,10 +39,5 @@ class PlanOfGraphs:
     def __repr__(self) -> str:
         return f"<fxremat plan: {self.headline}>"
 
-
-def _row(calls: Sequence[PlannedCall]) -> str:
-    first = calls[0]
-    name = first.name if len(calls) == 1 else f"{first.name} to {calls[-1].name}"
-    again = f"{first.again} of {first.graph.forward_count} ops" if first.again else "nothing"
-    saved = format_bytes(max(call.saved for call in calls))
-    return f"{name[-_NAME + 1 :]:{_NAME}}{len(calls):>{_COUNT}}{saved:>14}{again:>20}"
+    def _repr_html_(self) -> str:
+        return framed(self.to_html(), str(self))

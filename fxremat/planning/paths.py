@@ -25,7 +25,8 @@ from fxremat.errors import BudgetTooSmall
 from fxremat.graphs.accounting import copied_gradients, device_of, held_beside_copies, largest_tensor
 from fxremat.graphs.captured import Captured
 from fxremat.options import Options
-from fxremat.plan_of_graphs import KnownPath, PlanOfGraphs
+from fxremat.plan_of_graphs import PlanOfGraphs
+from fxremat.planned_graphs import KnownPath
 from fxremat.planning.limits import Limit, limit_of_paths
 from fxremat.search import paths
 from fxremat.search.call_programs import CallProgram, call_programs, kept_outputs, least_of, moved

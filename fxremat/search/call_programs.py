@@ -40,6 +40,7 @@ class CallProgram:
     outputs: frozenset[int]  # outputs that its backward reads: they stay although the caller may have freed them
     inputs: frozenset[int] = frozenset()  # inputs that its backward reads: others may be freed when it begins
     copies: int = 0
+    forward_time: float = 0.0  # seconds of the forward
 
     def beats(self, other: CallProgram) -> bool:
         """Tell whether this program needs no more than the other in any of the numbers."""
@@ -106,6 +107,7 @@ def judged(order: Order, costs: Costs, copies: Sequence[int] = (), held: int = 0
         backward=backward + held,
         copies=_with_copies(program, sizes, copies) - backward if any(copies) else 0,
         time=costs.time_of(order.ops),
+        forward_time=costs.time_of(order.ops[: order.split]),
         outputs=frozenset(read_late & made),
         inputs=frozenset(read_late & graph.given),
     )

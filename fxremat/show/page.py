@@ -37,15 +37,15 @@ def page_of(data: Data, text: str) -> str:
         data: what `page_data` returns.
         text: the plan as text, for readers without scripts.
     """
-    pieces, after = [], _asset("page.html")
+    pieces, after = [], asset("page.html")
     parts = {
         "@TITLE@": escape(data.get("title", "")),
-        "@STYLE@": _asset("page.css"),
+        "@STYLE@": asset("page.css"),
         "@HEADLINE@": escape(data.get("headline", "")),
         "@ABOUT@": escape(data.get("about", "")),
         "@TEXT@": escape(text),
         "@DATA@": json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_ESCAPES),
-        "@SCRIPT@": '(() => {\n"use strict";\n' + "\n".join(map(_asset, SCRIPTS)) + "})();",
+        "@SCRIPT@": '(() => {\n"use strict";\n' + "\n".join(map(asset, SCRIPTS)) + "})();",
     }
     for mark, filled in parts.items():
         between, _, after = after.partition(mark)
@@ -54,5 +54,6 @@ def page_of(data: Data, text: str) -> str:
 
 
 @cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Return the text of a file in `assets`."""
     return (files("fxremat.show") / "assets" / name).read_text(encoding="utf-8")

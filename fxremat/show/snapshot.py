@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,76 +30,95 @@ _POOL = (0, 0)
 Frames = list[dict[str, object]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """An allocation of a planned step, from the moment with the number `first` to that with the number `last`."""
+
+    first: int
+    last: int
+    bytes: int
+    category: str  # decides the color in the viewer
+    frames: Frames  # the innermost one first
+
+
 def snapshot(plan: PlannedStep) -> dict[str, Any]:
     """Return the snapshot of a planned step: every allocation with its time and source, and the final state."""
     running = plan.running
-    replay = _Replay(running.graph, Moments.of(running.chosen, running.costs))
+    moments = Moments.of(running.chosen, running.costs)
+    ends = [microseconds(moments, moment) for moment in moments.moments]
+    times = [int(begin) for begin, _ in ends] + [int(max((end for _, end in ends), default=0.0))]
+    return snapshot_of(times, [_allocation(running.graph, life) for life in moments.lives])
+
+
+def snapshot_of(times: Sequence[int], allocations: Iterable[Allocation]) -> dict[str, Any]:
+    """Return the snapshot of some allocations.
+
+    Args:
+        times: microseconds at which each moment begins, and at which the last one ends.
+    """
+    replay = _Replay(times, allocations)
     replay.run()
     return {"device_traces": [replay.events()], "segments": replay.segments()}
 
 
 def save_snapshot(plan: PlannedStep, path: str | os.PathLike[str]) -> None:
     """Write the snapshot of a planned step to a file."""
+    write(snapshot(plan), path)
+
+
+def write(snapshot: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a snapshot to a file."""
     with open(path, "wb") as file:
-        pickle.dump(snapshot(plan), file, protocol=_PROTOCOL)
+        pickle.dump(snapshot, file, protocol=_PROTOCOL)
 
 
 @dataclass(eq=False)
 class _Block:
-    """An allocation (a life) with the address that it was assigned."""
+    """An allocation with the address that it was assigned."""
 
-    life: Life
+    what: Allocation
     address: int
-    frames: Frames
 
 
 @dataclass(eq=False)
 class _Replay:
     """The events of a step's allocations, one moment after the other; at each, what has ended is freed first."""
 
-    joint: StepGraph
-    moments: Moments
+    times: Sequence[int]
+    allocations: Iterable[Allocation]
     addresses: Addresses = field(default_factory=Addresses)
     alive: list[_Block] = field(default_factory=list)
     trace: list[dict[str, object]] = field(default_factory=list)
 
     def run(self) -> None:
-        """Process the moments once. O(lives log lives + lives * free extents)."""
-        count = len(self.moments.moments)
-        begins: list[list[Life]] = [[] for _ in range(count + 1)]
-        ends: list[list[_Block]] = [[] for _ in range(count + 1)]
-        for life in self.moments.lives:
-            begins[min(life.first, count)].append(life)
-        for place in range(count + 1):
-            at = self._time(place)
+        """Process the moments once. O(allocations log allocations + allocations * free extents)."""
+        count = len(self.times) - 1
+        begins: list[list[Allocation]] = [[] for _ in self.times]
+        ends: list[list[_Block]] = [[] for _ in self.times]
+        for what in self.allocations:
+            begins[min(what.first, count)].append(what)
+        for place, at in enumerate(self.times):
             for block in ends[place]:
                 self._free(block, at)
-            for life in begins[place]:
-                block = self._allocate(life, at)
-                if life.last < count:
-                    ends[life.last + 1].append(block)
+            for what in begins[place]:
+                block = self._allocate(what, at)
+                if what.last < count:
+                    ends[what.last + 1].append(block)
                 else:
                     self.alive.append(block)
 
-    def _time(self, place: int) -> int:
-        """Return the microseconds at which the moment with index `place` begins; after the last, when the step ends."""
-        found = self.moments.moments
-        if place < len(found):
-            return int(microseconds(self.moments, found[place])[0])
-        return int(max((microseconds(self.moments, moment)[1] for moment in found), default=0.0))
-
-    def _allocate(self, life: Life, at: int) -> _Block:
-        block = _Block(life, BASE + self.addresses.take(life.bytes), _frames(self.joint, life))
-        self._note("alloc", block, at, category=life.kind.value)
+    def _allocate(self, what: Allocation, at: int) -> _Block:
+        block = _Block(what, BASE + self.addresses.take(what.bytes))
+        self._note("alloc", block, at, category=what.category)
         return block
 
     def _free(self, block: _Block, at: int) -> None:
-        self.addresses.give_back(block.address - BASE, block.life.bytes)
+        self.addresses.give_back(block.address - BASE, block.what.bytes)
         for action in ("free_requested", "free_completed"):
             self._note(action, block, at)
 
     def _note(self, action: str, block: _Block, at: int, **more: str) -> None:
-        self.trace.append(_event(action, block.address, block.life.bytes, at, block.frames, **more))
+        self.trace.append(_event(action, block.address, block.what.bytes, at, block.what.frames, **more))
 
     def events(self) -> list[dict[str, object]]:
         """Return all events in the snapshot's format, that of allocating the segment first; [] without allocations."""
@@ -112,7 +131,7 @@ class _Replay:
         """Return one segment, with the blocks that are allocated at the end and the gaps between them."""
         if not self.addresses.end:
             return []
-        in_use = sum(block.life.bytes for block in self.alive)
+        in_use = sum(block.what.bytes for block in self.alive)
         return [
             {
                 "device": 0,
@@ -136,8 +155,8 @@ def _blocks(alive: Sequence[_Block], end: int) -> list[dict[str, object]]:
     for block in sorted(alive, key=lambda block: block.address):
         if block.address > address:
             found.append(_block(address, block.address - address, "inactive", []))
-        found.append(_block(block.address, block.life.bytes, "active_allocated", block.frames))
-        address = block.address + block.life.bytes
+        found.append(_block(block.address, block.what.bytes, "active_allocated", block.what.frames))
+        address = block.address + block.what.bytes
     if end > address:
         found.append(_block(address, end - address, "inactive", []))
     return found
@@ -152,14 +171,19 @@ def _event(action: str, address: int, size: int, at: int, frames: Frames, **more
     return what | {"frames": frames, "pool_id": _POOL} | more
 
 
-def _frames(joint: StepGraph, life: Life) -> Frames:
-    """Return the label of an allocation as the innermost frame, and the line of its source.
+def _allocation(joint: StepGraph, life: Life) -> Allocation:
+    frame = source_of(joint, life).frame
+    frames = frames_of(label_of(joint, life), *((frame.file, frame.line, frame.function) if frame else ()))
+    return Allocation(first=life.first, last=life.last, bytes=life.bytes, category=life.kind.value, frames=frames)
+
+
+def frames_of(label: str, file: str = "", line: int = 0, function: str = "") -> Frames:
+    """Return the label of an allocation as the innermost frame, and the line of its source, if there is one.
 
     A semicolon separates the frames of a flame graph.
     """
-    label = label_of(joint, life).replace(";", ",")
-    found: Frames = [{"filename": "fxremat", "line": 0, "name": label}]
-    if frame := source_of(joint, life).frame:
-        file, function = (printable(text).replace(";", ",") for text in (frame.file, frame.function))
-        found.append({"filename": file, "line": frame.line, "name": function})
+    found: Frames = [{"filename": "fxremat", "line": 0, "name": label.replace(";", ",")}]
+    if file:
+        file, function = (printable(text).replace(";", ",") for text in (file, function))
+        found.append({"filename": file, "line": line, "name": function})
     return found

@@ -1,0 +1,227 @@
+"""The plan of a model that is several graphs as data: a program for each call of a step, within one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Self
+
+from fxremat.search.call_programs import CallProgram
+from fxremat.search.paths import Node, Path
+from fxremat.step.step_graph import StepGraph
+from fxremat.units import format_bytes, format_seconds
+
+_NAME, _COUNT = 30, 11  # columns of a name, and of a number of calls
+_MOST = 24  # lines of calls that are printed
+_FUNCTIONS = 4  # functions that stay Python that are printed
+_INDENT = 18  # columns before a figure
+_WIDTH = 100  # columns of a line with a figure, at most
+_PATHS = 4  # paths that are printed
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedCall:
+    """A call of a graph in a step, with the program that runs."""
+
+    name: str  # the modules whose parameters it takes; the line of its first op if it takes none
+    graph: StepGraph
+    program: CallProgram
+    saved: int  # bytes that it keeps from its forward to its backward, besides inputs and outputs
+    before: int  # bytes alive when it begins that belong to no call
+    fastest: float  # seconds if nothing runs again
+    node: Node  # its place in the tree of known paths, with what was measured there
+
+    @property
+    def again(self) -> int:
+        """The number of ops that run again."""
+        return len(self.program.order.ops) - len(self.graph.ops)
+
+    @property
+    def shown_again(self) -> str:
+        """The number of ops of the forward that run again, as text."""
+        return f"{self.again} of {self.graph.forward_count} ops" if self.again else "nothing"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A part of a step: the forward or the backward of a call, or what comes behind one of these until the next."""
+
+    call: int  # the number of the call in the step, from 0
+    phase: str  # "forward", "backward" or "between"
+    seconds: float
+    held: int  # the calls up to this number, exclusive, have saved something for their backward
+    saved: int  # bytes that these have saved
+    between: int  # bytes that belong to no call: inputs, outputs, ops that stay Python, the loss, gradients
+    working: int  # bytes that the call needs meanwhile, at most
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are allocated meanwhile."""
+        return self.saved + self.between + self.working
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KnownPath:
+    """A sequence of calls that some steps took."""
+
+    calls: int
+    share: float  # of all steps
+    peak: int | None  # bytes; None: no programs fit on it
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedGraphs:
+    """The plan for a model that is several graphs, on the path of the last step, with all figures about it.
+
+    Bytes are above what was allocated when the forward of the model began. What the last step did not do, such as
+    another branch, is planned too (`paths`).
+    """
+
+    model: str  # the name of the model's class
+    broken_at: str  # the line where the first graph ends; "": not known
+    python: tuple[str, ...]  # functions that call graphs and stay Python, with their lines
+    budget: int
+    predicted_peak: int
+    keep_all_peak: int  # the peak if nothing runs again, which budgets in percent refer to
+    minimum: int  # the least budget with which all known paths run
+    calls: tuple[PlannedCall, ...]
+    paths: tuple[KnownPath, ...]
+
+    @classmethod
+    def of(
+        cls,
+        path: Path,
+        names: Sequence[str],
+        graphs: Sequence[StepGraph],
+        *,
+        model: str,
+        broken_at: str,
+        python: tuple[str, ...],
+        budget: int,
+        keep_all_peak: int,
+        minimum: int,
+        paths: tuple[KnownPath, ...],
+    ) -> Self:
+        """Return the plan of a path; `names` and `graphs` are those of its calls."""
+        calls = tuple(
+            PlannedCall(
+                name=name,
+                graph=graph,
+                program=program,
+                saved=saved,
+                before=node.before,
+                fastest=node.choices[0].time,
+                node=node,
+            )
+            for name, graph, node, program, saved in zip(
+                names, graphs, path.nodes, path.programs, path.saved, strict=True
+            )
+        )
+        return cls(
+            model=model,
+            broken_at=broken_at,
+            python=python,
+            budget=budget,
+            predicted_peak=path.peak,
+            keep_all_peak=keep_all_peak,
+            minimum=minimum,
+            calls=calls,
+            paths=paths,
+        )
+
+    @property
+    def graphs(self) -> int:
+        """The number of different graphs that the step calls."""
+        return len({id(call.graph) for call in self.calls})
+
+    @property
+    def predicted_time(self) -> float:
+        """The seconds of all calls; what runs between them is not counted."""
+        return sum(call.program.time for call in self.calls)
+
+    @property
+    def keep_all_time(self) -> float:
+        """The seconds of all calls if nothing runs again."""
+        return sum(call.fastest for call in self.calls)
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """The step from its first call to the backward of that call; the largest peak is `predicted_peak`."""
+        found, saved = [], 0
+        for number, call in enumerate(self.calls):
+            program, node = call.program, call.node
+            seconds = program.forward_time
+            found.append(Moment(number, "forward", seconds, number, saved, node.before, program.forward))
+            saved += call.saved
+            found.append(Moment(number, "between", 0.0, number + 1, saved, node.after, 0))
+        for number, call in reversed(list(enumerate(self.calls))):
+            program, node = call.program, call.node
+            if not node.idle:
+                seconds, working = program.time - program.forward_time, node.backward(program)
+                found.append(Moment(number, "backward", seconds, number + 1, saved, node.back, working))
+            saved -= call.saved
+            if not node.idle:
+                found.append(Moment(number, "between", 0.0, number, saved, node.behind, 0))
+        return tuple(found)
+
+    @property
+    def headline(self) -> str:
+        """The plan in a line, for logs."""
+        return (
+            f"{self.graphs} {'graph' if self.graphs == 1 else 'graphs'}, {len(self.calls)} calls a step: peak "
+            f"{format_bytes(self.predicted_peak)} of {format_bytes(self.budget)} allowed, time "
+            f"{format_seconds(self.predicted_time)}, {self.predicted_time / self.keep_all_time:.2f}x of keeping "
+            f"everything; the least budget is {format_bytes(self.minimum)}"
+        )
+
+    def describe(self) -> str:
+        """Return the plan as text of at most 100 columns."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"fxremat plan of {self.model}, {self.graphs} graphs, {len(self.calls)} calls a step"
+        for name, figure in self.facts:
+            yield f"{name:{_INDENT}}{figure}"[:_WIDTH]
+        yield ""
+        yield f"{'modules':{_NAME}}{'calls':>{_COUNT}}{'saved each':>14}{'runs again each':>20}"
+        for row in self.rows[:_MOST]:
+            yield _row(row)
+        if len(self.rows) > _MOST:
+            yield f"and {sum(map(len, self.rows[_MOST:]))} calls more"
+
+    @property
+    def rows(self) -> list[list[PlannedCall]]:
+        """The calls, with those that follow each other and run the same program of the same graph together."""
+        return [list(group) for _, group in groupby(self.calls, key=lambda call: (id(call.graph), call.program))]
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """The figures of the plan as text, each with its name."""
+        return list(self._facts())
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        if self.broken_at:
+            yield "broken at", self.broken_at
+        spared = format_bytes(self.keep_all_peak - self.predicted_peak)
+        slower = self.predicted_time / self.keep_all_time
+        before = format_bytes(max(call.before for call in self.calls))
+        yield "budget", format_bytes(self.budget)
+        yield "predicted peak", f"{format_bytes(self.predicted_peak)}, {spared} less than keeping everything"
+        yield "predicted time", f"{format_seconds(self.predicted_time)} in graphs, {slower:.3f}x of keeping everything"
+        yield "least budget", format_bytes(self.minimum)
+        yield "between graphs", f"{before} at most when a call begins: inputs, outputs, and ops that stay Python"
+        for function in self.python[:_FUNCTIONS]:
+            yield "stays Python", f"{function}: only what it calls is planned"
+        if len(self.paths) > 1:
+            shown = [f"{path.calls} calls in {path.share:.0%}" for path in self.paths[:_PATHS]]
+            more = ["..."] if len(self.paths) > _PATHS else []
+            yield "paths", f"{len(self.paths)} are known: {', '.join([*shown, *more])}"
+
+
+def _row(calls: Sequence[PlannedCall]) -> str:
+    first = calls[0]
+    name = first.name if len(calls) == 1 else f"{first.name} to {calls[-1].name}"
+    saved = format_bytes(max(call.saved for call in calls))
+    return f"{name[-_NAME + 1 :]:{_NAME}}{len(calls):>{_COUNT}}{saved:>14}{first.shown_again:>20}"
