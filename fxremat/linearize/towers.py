@@ -1,10 +1,11 @@
 """Towers: parts of a forward that share no value and only meet near its end (a siamese network, two encoders).
 
     join op    an op that reads from two parts, each of which did at least SHARE of the forward's work
-    trunk      the join ops, and all ops that read from them
+    trunk      the join ops, and all ops that depend on them
 
-Each tower is then a branch of a Join, and the trunk its trunk. What leaves a tower is carried, so that the blocks of
-one tower need nothing from another tower, and blocks of different towers may run in any order.
+Solvers see towers and trunk as a Join, whose branches are the towers. Values that leave a tower are kept from
+forward to backward in any case, so blocks of one tower need nothing from another, and may run in any order
+relative to its blocks.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from fxremat.linearize.lay_out import lay_out
 from fxremat.step.layout import Layout
 from fxremat.step.step_graph import StepGraph
 
-SHARE = 0.15  # share of the forward's seconds: a part with less is no tower, but a stem or an embedding
+SHARE = 0.15  # a part with less than this fraction of the forward's seconds is no tower, but a stem or an embedding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Towers:
-    """Positions in the forward: tower k ends with op ends[k], and the trunk follows the last tower."""
+    """Positions in the forward: tower k ends with op ends[k], and the trunk (all ops after they meet) comes last."""
 
     ends: tuple[int, ...]
     carried: frozenset[int]  # the values that leave the towers
 
     def lay_out(self, graph: StepGraph, crossing: Crossing) -> Layout:
-        """Cut the graph into the blocks of all towers and of the trunk."""
+        """Cut the graph into blocks that do not span two towers (parts that share no value), nor a tower and the trunk.
+        """
         return lay_out(graph, [*crossing.cuts(self.carried), *self.ends], self.carried)
 
     def parts(self, layout: Layout) -> list[range]:
@@ -43,21 +45,22 @@ class Towers:
 
 
 def join_of(chain: Chain, parts: Sequence[range]) -> Join:
-    """Return the chain of a layout of towers as a join."""
+    """Split the chain of a layout at the towers' ends into a join: one branch for each tower, and the trunk."""
     pieces = [Chain(blocks=chain.blocks[part.start : part.stop], input_bytes=0) for part in parts]
     return Join(branches=tuple(pieces[:-1]), trunk=pieces[-1])
 
 
 def on_the_layout(schedule: JoinSchedule, parts: Sequence[range]) -> Schedule:
-    """Translate a join's schedule to the layout's blocks, in the order in which they run.
+    """Translate a join's schedule to the layout's blocks, in execution order.
 
-    Towers run forward one after the other, as they were captured: dropouts then draw what they drew, and towers that
-    share a BatchNorm update its statistics in their order.
+    Forwards of towers run one after the other, in the captured order, so that dropouts draw the same numbers,
+    and towers that share a BatchNorm update its statistics in the same order.
     """
-    steps = [step for step in schedule.ops if isinstance(step, On)]  # there is a trunk, so there is no Loss
+    # there is a trunk, so the schedule has no step for a loss
+    steps = [step for step in schedule.ops if isinstance(step, On)]
     turn = next(place for place, step in enumerate(steps) if isinstance(step.op, Backward))
     steps[:turn] = sorted(steps[:turn], key=lambda step: (step.branch - 1) % len(parts))
-    # branch 0, the trunk, is the last part
+    # the trunk is branch 0 of the join, and the last of the parts
     return Schedule(tuple(_shifted(step.op, parts[step.branch - 1].start) for step in steps))
 
 
@@ -72,10 +75,9 @@ def _shifted(op: Op, by: int) -> Op:
 
 
 def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) -> Towers | None:
-    """Return the towers of a forward; None if there are not at least two that run one after the other. O(reads).
+    """Return the towers of a forward; None unless at least two of them run one after the other. O(reads).
 
-    Args:
-        seconds: seconds of each op, by number.
+    Args: seconds: seconds of each op, by number.
     """
     tower_of, trunk = _components(graph, seconds)
     first: dict[int, int] = {}
@@ -87,7 +89,7 @@ def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) 
     foreign = [op for op, tower in tower_of.items() if tower != order[-1]] + sorted(trunk)
     beyond = [
         op for op in foreign if op > first[order[-1]]
-    ]  # the trunk, and ops on a finished tower's result
+    ]  # ops of the trunk, and ops of an earlier tower
     if not beyond:
         return None
     ends = tuple(start - 1 for start in [*(first[tower] for tower in order[1:]), min(beyond)])
@@ -99,7 +101,7 @@ def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) 
 
 
 def _components(graph: StepGraph, seconds: Sequence[float]) -> tuple[dict[int, int], set[int]]:
-    """Return the tower, named by one of its ops, of each forward op that is in one, and the ops of the trunk."""
+    """Return op -> tower (named by one of its ops) for ops within towers, and the ops of the trunk."""
     enough = SHARE * sum(seconds[: graph.forward_count])
     parent: dict[int, int] = {}
     work: dict[int, float] = {}

@@ -224,7 +224,8 @@ class _Search:
         return [found] if corrected is None or corrected.units == found.units else [found, corrected]
 
     def _candidates_with(self, shares: Sequence[float]) -> Sequence[Candidate]:
-        """Search for programs again, with the seconds of each op multiplied by its share, if that is below 1."""
+        """Search for programs again, with the seconds of an op multiplied by its factor in `shares` if that is below 1.
+        """
         plan, single = self._plan, self._single
         if min(shares) >= 1:
             return plan.alternatives.candidates

@@ -120,7 +120,7 @@ def host_bytes(program: Program, sizes: Sizes) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Versions:
-    """The versions of a program: each is a value as one step made it, and is alive until the last step that uses it."""
+    """The versions of a program's values: each computation of a value makes a new version, alive until its last use."""
 
     program: Program
     lives: Sequence[tuple[int, int]]  # (last step that uses it, bytes) of each version
@@ -134,7 +134,7 @@ class _Versions:
         return cls(program, lives(program, sizes), writer, frozenset(leaving))
 
     def birth(self, version: int) -> int:
-        """Return the index of the step that makes a version; for an input, of the step before which it arrives."""
+        """Return the index of the step that computes a version; for inputs, of the first step at which they exist."""
         if version in self.writer:
             return self.writer[version]
         return self.program.split if self._origin(version) is Origin.TANGENT else 0

@@ -3,7 +3,7 @@
     boundary l   values computed in blocks 1..l that the forward of later blocks reads, without the held values
     held         values that are kept from their forward to their last use whatever the plan: long skip connections,
                  values that depend on nothing trained (masks, positions), outputs
-    saved l, o   values that block l keeps for its backward under option o; option 0 is everything that the backward reads
+    saved l, o   values that block l keeps for its backward under option o; option 0 is all that the backward reads
 
 Blocks are numbered 0..n-1 here, but from 1 in schedules. Sizes and times are not part of a layout.
 `linearize.lay_out` makes layouts.
@@ -65,7 +65,8 @@ class Layout:
         return tuple(self.graph.span(block.forward) for block in self.blocks)
 
     def boundary_before(self, block: int) -> frozenset[int]:
-        """Return the values that enter a block, the output of the one before (a_{l-1}); none for the first block."""
+        """Return the values that a block reads from earlier blocks: the previous block's output, or none for the first.
+        """
         return self.blocks[block - 1].boundary if block else frozenset()
 
     @cached_property
@@ -90,7 +91,8 @@ class Layout:
         )
 
     def with_options(self, options: Sequence[Sequence[frozenset[int]]]) -> Layout:
-        """Return this layout with further save sets (options 1, 2, ...) for each block."""
+        """Return this layout with more save options (1, 2, ...) for each block: sets of values kept for its backward.
+        """
         blocks = [
             replace(block, saved=(block.saved[0], *more))
             for block, more in zip(self.blocks, options, strict=True)

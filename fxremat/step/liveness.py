@@ -34,7 +34,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes above the start of the step: `during[i]` while step i runs, `at_split` between forward and backward."""
+    """Bytes above the level at the start of the step: `during[i]` in step i, `at_split` between forward and backward.
+    """
 
     during: tuple[int, ...]
     at_split: int

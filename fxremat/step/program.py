@@ -48,10 +48,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A step that executes no op: an optimizer update, the end of a collective, or part of a copy to the host or back.
+    """A step that executes no op: an optimizer update, the end of a collective, or a part of a copy to or from host.
 
-    What travels is a version, which comes back as another version of the same value, or the optimizer state of a
-    parameter.
+    Copied is either a version of a value, which comes back as another version, or a parameter's optimizer
+    state.
     """
 
     block: int
@@ -168,7 +168,10 @@ class Replay:
         return version
 
     def execute(self, op: Op) -> None:
-        """Run one operation of a schedule. Transfers raise `InvalidSchedule`: see `transfers.activations.trips_of`."""
+        """Run one operation of a schedule, except copies, which raise `InvalidSchedule`.
+
+        `transfers.activations.trips_of` runs schedules with copies.
+        """
         match op:
             case Forward(block, keep, option):
                 self.forward(block - 1, keep, option)
@@ -180,10 +183,10 @@ class Replay:
                 raise InvalidSchedule(f"{op} needs a host to go to: compile with offload=True")
 
     def versions_of(self, kind: str, block: int) -> dict[int, int]:
-        """Return value -> version for what only this stored item holds; {} for a0, the chain's input.
+        """Return value -> version for the values that belong to this stored item alone; {} for the chain's input.
 
-        An item is kind "a", the output of a block (from 0), or "A", all that its backward reads. Raises
-        `InvalidSchedule` if it is not stored.
+        An item is ("a", block), the output of a block, or ("A", block), all that its backward reads; blocks
+        count from 0. Raises `InvalidSchedule` if the item is not stored.
         """
         if block < 0:
             return {}
