@@ -123,7 +123,7 @@ def _is_reshaped(joint: Captured, node: fx.Node) -> bool:
 
 
 def set_aside(joint: Captured, device: torch.device) -> int:
-    """Return the bytes that plans set aside for a loss outside the model, and its scalars; 0 if there is none."""
+    """Return the bytes that plans reserve for a loss outside the model and its scalars; 0 if there is no such loss."""
     numbers = _numbers(joint, device)
     return outside_bytes(joint) + numbers + _floats(joint, device) if numbers else 0
 

@@ -194,10 +194,11 @@ class _Reader:
         return {primal: gradient for primal, gradient in pairs if gradient is not None}
 
     def _late(self) -> set[fx.Node]:
-        """Return the nodes of the backward: the first one that autograd made, and all later ones that no output needs.
+        """Return the nodes of the backward: the first one that autograd made, and later ones that no output needs.
 
-        AOTAutograd traces the forward first. A node of the backward depends on a tangent or is tagged; a node that a
-        custom `torch.autograd.Function` computes there from saved tensors alone is neither, but comes after such nodes.
+        AOTAutograd traces the forward first. A node of the backward depends on an incoming gradient or is
+        tagged; a node that a custom `torch.autograd.Function` computes there from saved tensors alone is
+        neither, but comes after such nodes.
         """
         forward = _ancestors(node for node in self.forward_outputs if isinstance(node, fx.Node))
         late = set(self.tangents)

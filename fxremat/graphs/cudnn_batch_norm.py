@@ -140,7 +140,7 @@ def _captured(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """Compute what `aten.cudnn_batch_norm` does, by ops whose writes are visible in the graph."""
+    """Compute the results of `aten.cudnn_batch_norm` by ops whose writes to running statistics are in the graph."""
     if not training:
         assert mean is not None  # PyTorch chooses cuDNN only if there are running statistics
         assert var is not None

@@ -86,7 +86,8 @@ class Numbers:
         self._known: dict[sympy.Expr, Any] = {}
 
     def __call__(self, value: Any) -> Any:
-        """Return the int, float or bool of a symbolic number; anything else, or what depends on data, unchanged."""
+        """Return the int, float or bool of a symbolic number; return other values, and data-dependent ones, unchanged.
+        """
         if not self.knows(value):
             return value
         for symbolic, kind in ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)):
@@ -171,7 +172,8 @@ class SymbolicGraph:
         return Numbers(self.symbols, dims)
 
     def serves(self, dims: Dims) -> bool:
-        """Tell whether calls of these sizes take the captured path through the model, by the recorded guards."""
+        """Tell whether calls of these sizes satisfy the recorded guards, so that the captured graph is valid for them.
+        """
         numbers = self.numbers(dims)
         fixed = all(symbol == dim for symbol, dim in zip(self.symbols, dims, strict=True) if symbol.is_Integer)
         noted = guards_of(self.inputs[0].meta["val"]) if self.inputs else []

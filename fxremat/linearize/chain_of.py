@@ -73,8 +73,7 @@ class _Builder:
         return sum(self.costs.sizes.values[value] for value in values)
 
     def _entering(self, block: int) -> set[int]:
-        """Return d_l, the gradient of a block's output: values that the next block's backward makes for this one alone.
-        """
+        """Return d_l, the gradient of a block's output: values that the next block's backward computes for it alone."""
         return {v for v, (made, read) in self.gradients.items() if made == block + 1 and read == block}
 
     def _held(self, block: int) -> int:

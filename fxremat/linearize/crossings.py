@@ -74,7 +74,7 @@ class Crossing:
         return tuple(found)
 
     def _distinct(self, positions: Sequence[int]) -> list[int]:
-        """Return the first position for each set of crossing values that the backward reads; else the first of all."""
+        """Return one position for each set of crossing values that the backward reads; else only the first position."""
         first: dict[frozenset[int], int] = {}
         for position in positions:
             if self.at[position] <= self.worth_keeping:

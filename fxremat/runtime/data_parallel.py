@@ -1,8 +1,8 @@
-"""`fxremat.fully_shard`, which divides the parameters of a model among ranks, or keeps equal copies on all of them.
+"""`fxremat.fully_shard`, which shards the parameters of a model over ranks, or replicates them.
 
-sharded       `torch.distributed.fsdp.fully_shard` on every layer and on the model: optimizer, checkpoints and eval are
-              those of FSDP2, and fxremat.compile reads from the model how it is sharded
-replicated    parameters stay as they are; fxremat.compile averages their gradients inside of the backward
+    sharded       `torch.distributed.fsdp.fully_shard` on every layer and on the model: optimizer, checkpoints and eval
+                  work as with FSDP2, and fxremat.compile reads from the model how it is sharded
+    replicated    parameters stay as they are; fxremat.compile averages their gradients within the backward
 """
 
 from __future__ import annotations
@@ -82,10 +82,7 @@ def _checked(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost elements of each nn.ModuleList and nn.Sequential that have parameters of their own.
-
-    An element that shares a parameter with a module outside of it is left out.
-    """
+    """Yield the outermost elements of nn.ModuleList and nn.Sequential that share no parameter with other modules."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
