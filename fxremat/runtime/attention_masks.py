@@ -144,12 +144,14 @@ def unmark(graph: fx.Graph, names: Sequence[str]) -> list[int]:
 
 
 def checking(run: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """Wrap one of several graphs, so that it looks at the inputs that are masks which were left out.
+    """Wrap one of a model's several graphs to check at each call that the masks it left out still mask nothing.
 
-    A name tells the masks among a model's inputs. Behind a graph break it may name something that the model computes.
+    Masks are recognized by their names. After a graph break, an input with such a name may be computed by the
+    model.
 
-    Raises:
-        ComputedMask: when it is called, and one of them masks something.
+    Args: places: indices of the inputs that are such masks.
+
+    Raises: ComputedMask: at a call in which one of these inputs masks something.
     """
 
     def call(*inputs: Any) -> Any:

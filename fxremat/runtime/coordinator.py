@@ -154,11 +154,11 @@ class Coordinator:
             self._step.meter.leave(sum(assumed_for(count, dtype) for count, dtype in trained))
 
     def leave_with_what_is_held(self) -> None:
-        """Note that the forward is over; its outputs are those of graphs that somebody holds and no graph took."""
+        """Record the end of the model's forward; its outputs are those of graphs that are alive and no graph took."""
         self.leave(self._step.outputs_held if self._step is not None else ())
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which graphs are captured and measured: what is allocated there belongs to no step."""
+        """Return a context in which graphs are captured and measured; its allocations do not count for the step."""
         return self._step.meter.paused() if self._step is not None else contextlib.nullcontext()
 
     def order_of(self, graph: Captured) -> Callable[[], Sequence[int]] | None:
@@ -280,12 +280,13 @@ class Coordinator:
         return call.step.level(call.node.back) - others + call.node.backward(call.program) <= mem
 
     def _is_less_again(self, call: Call) -> bool:
-        """Tell whether the backward of a call needs less if the call lets go, and runs its forward again."""
+        """Tell whether a call needs less memory if it drops its saved tensors, and runs its forward again."""
         again = min(_need_again(call, program) for program in call.at.programs)
         return again - call.own < call.node.backward(call.program)
 
     def _run_again(self, call: Call) -> tuple[Emitted, list[Any]]:
-        """Run the forward of a call again, by the fastest program that fits now; return that, and what it saved."""
+        """Run the forward of a call again, by the fastest program that fits now; return its graphs and saved tensors.
+        """
         step, node, at, mem = call.step, call.node, call.at, self.plans.mem
         need, level = partial(_need_again, call), step.level(node.back)
         fitting = (p for p in at.programs if mem is None or level + need(p) <= mem)

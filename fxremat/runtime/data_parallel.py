@@ -32,26 +32,25 @@ def fully_shard(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Share the parameters of a model among ranks, in place, before `fxremat.compile` and before the optimizer is made.
+    """Shard the parameters of a model over ranks, in place, before `fxremat.compile` and before making the optimizer.
 
     Afterwards each parameter is a DTensor, cut along its first dimension, as torch's own `fully_shard` makes it: this
     is that function called on every layer of the model (an element of an `nn.ModuleList` or `nn.Sequential`) and on the
     model itself. A model on which torch's function was called already is compiled as it is.
 
     Args:
-        mesh: the ranks. If it has two dimensions, parameters are cut over the second one and replicated over the first
-            (hybrid sharding). None: all ranks.
-        replicate: every rank keeps all parameters, and gradients are averaged while the backward runs, as
-            DistributedDataParallel does. Parameters and buffers become those of the first rank.
-        param_dtype: the type to compute in, such as torch.bfloat16; the parameters themselves keep their type. None:
-            the type of each parameter.
-        reduce_dtype: the type to add gradients up in. None: the type of the gradients.
 
-    Returns:
-        the model.
+    Args: mesh: the ranks. If it has two dimensions, parameters are sharded over the second one and replicated
+    over the first (hybrid sharding). None: all ranks. replicate: True: every rank keeps all parameters, and
+    gradients are averaged while the backward runs, as DistributedDataParallel does. Parameters and buffers
+    become those of the first rank. param_dtype: the dtype to compute in, such as torch.bfloat16; the parameters
+    themselves keep their dtype. None: the dtype of each parameter. reduce_dtype: the dtype in which gradients
+    are added up. None: the dtype of the gradients.
 
-    Raises:
-        FxrematError: there is no process group, the model is wrapped already, or the mesh has too many dimensions.
+    Returns: the model.
+
+    Raises: FxrematError: there is no process group, the model is wrapped already, or the mesh has too many
+    dimensions.
     """
     mesh = _checked(model, mesh)
     if replicate:
