@@ -109,7 +109,7 @@ class CalledGraph:
         self.outputs_needed = self._symbolic.outputs_needed
 
     def name_with(self, parameters: Iterable[str | None]) -> str:
-        """Return a name for a call: the module that has all of these parameters, or the line of the graph's first op.
+        """Return a name for a call: the module that contains all of these parameters, else the graph's first code line.
         """
         if modules := [name.rpartition(".")[0] for name in parameters if name]:
             return common_module(modules) or "several modules"

@@ -72,7 +72,7 @@ class Step:
 
     @property
     def gradients_behind(self) -> list[int]:
-        """For each call, the bytes of new gradients that the calls behind it make for parameters, each counted once."""
+        """For each call, the bytes of new parameter gradients that the backwards of later calls make, none twice."""
         behind, seen, total = [], set[int](), 0
         for call in reversed(self.calls):
             behind.append(total)

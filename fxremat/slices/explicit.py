@@ -1,4 +1,4 @@
-"""A rewrite of ops that cannot run in slices into ops that can, with results that are equal up to rounding.
+"""A rewrite of ops that cannot run in slices to ops that can, with results that are equal up to rounding.
 
     nll_loss(x, y), mean     nll_loss(losses of rows as they are, 0, mean)             the same bits
     with class weights       sum(nll_loss(x, y), none) / weight of all targets         accumulated in float64
@@ -25,14 +25,14 @@ aten = torch.ops.aten
 FILLED: dict[Any, tuple[int, ...]] = {
     aten.new_zeros.default: (0,),
     aten.new_ones.default: (1,),
-    aten.new_full.default: (),  # the number is an argument of the op
+    aten.new_full.default: (),  # the fill value is an argument of the op
 }
 IGNORED = -100
-MEAN, ADDED = 1, 2  # reductions of a loss, as aten numbers them
+MEAN, ADDED = 1, 2  # aten's numbers for the reductions "mean" and "sum" of a loss
 
 
 def make_explicit(graph: fx.Graph) -> None:
-    """Rewrite losses, means and dropouts of a joint graph as ops that can be cut. O(nodes)."""
+    """Rewrite losses, means and dropouts of a joint graph to ops that can run on slices. O(nodes)."""
     for node in list(graph.nodes):
         if node.target in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
             _loss_by_rows(node)
@@ -102,7 +102,8 @@ def _added_as_whole(
     result = write(op, only, first, None, reduction, IGNORED)
     shape = list(_shown(only).shape)
     zeros = write(aten.zeros.default, shape, dtype=_shown(losses).dtype, device=value.device)
-    weight = write(op, zeros, first, None, reduction, IGNORED)  # computed before any row
+    # depends only on the targets, so it is known before any slice runs
+    weight = write(op, zeros, first, None, reduction, IGNORED)
     return write(operator.getitem, result, 0), write(operator.getitem, weight, 1)
 
 
@@ -167,7 +168,7 @@ def _add_up(node: fx.Node, write: _Before, x: fx.Node, divisor: int) -> None:
 
 
 def _filled_alone(node: fx.Node) -> None:
-    """Replace a fill that takes type and device from a tensor by one that reads none."""
+    """Replace a fill that takes dtype and device from a tensor by one that reads no tensor."""
     value = _shown(node)
     write = _Before(node, value.fake_mode)  # type: ignore[attr-defined]
     number = FILLED[node.target] or (argument(node, "fill_value"),)

@@ -1,4 +1,4 @@
-"""A joint graph for the search for regions: ops, the values that they make, and the views in between."""
+"""A view of a joint graph for finding regions to slice: ops, the values that they compute, and views of these."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Values:
 
     @cached_property
     def ops(self) -> list[fx.Node]:
-        """The ops that compute, and do not run in slices yet."""
+        """The ops that do not run in slices yet."""
         return [node for node in self.joint.nodes if not isinstance(node.target, Sliced)]
 
     def base(self, node: fx.Node) -> fx.Node:
-        """Return the value that a node is a view of: the node that makes its storage; the node itself if it is none."""
+        """Return the value that a node is a view of; the node itself if it is not a view."""
         number = self.joint.value_of.get(node)
         return node if number is None else self.joint.shown[number]
 
     def is_view(self, node: fx.Node) -> bool:
-        """Tell whether a node is a view: its storage is a value that another node makes."""
+        """Tell whether a node is a view: another node allocates its storage."""
         return node.op == "call_function" and node not in self.op_of and self.base(node) is not node
 
     def bytes(self, value: fx.Node) -> int:
@@ -61,7 +61,7 @@ class Values:
         return value
 
     def made_by(self, op: fx.Node) -> list[fx.Node]:
-        """Return the values that an op makes and other nodes read."""
+        """Return the values that an op computes and other nodes read."""
         if isinstance(op.meta.get("val"), torch.Tensor):
             return [op]
         return [user for user in op.users if user.target is operator.getitem]
@@ -81,7 +81,7 @@ class Values:
         return sorted(found, key=self.place.__getitem__)
 
     def readers(self, value: fx.Node) -> list[fx.Node]:
-        """Return the ops that read a value, and the output node if it is returned."""
+        """Return the ops that read a value, and the output node if the graph returns it."""
         shown = self.showing(value)
         every = (user for node in shown for user in node.users)
         return [user for user in dict.fromkeys(every) if user in self.op_of or user.op == "output"]
