@@ -36,10 +36,12 @@ class InductorPartitioner(CustomPartitionerFn):
     Inductor fuses and reorders the ops afterwards, so that the peak of the plan is only an estimate of the real
     one; `fit` measures the real one. Random ops are never recomputed. Compiled graphs are cached by `uuid()`.
 
-    Args: mem: the budget, in any form that `fxremat.compile` takes. options: as those of `fxremat.plan`;
-    offloading and slices are refused, since Inductor compiles all ops.
+    Args:
+        mem: the budget, in any form that `fxremat.compile` takes.
+        options: as those of `fxremat.plan`; offloading and slices are refused, since Inductor compiles all ops.
 
-    Raises: InvalidBudget, FxrematError: an option has an invalid value.
+    Raises:
+        InvalidBudget, FxrematError: an option has an invalid value.
     """
 
     def __init__(self, mem: int | str, **options: Unpack[PassOptions]) -> None:

@@ -19,8 +19,9 @@ class Partitioner(PlanningPass):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward (*inputs) -> (*outputs, *saved) and the backward (*saved, *tangents) -> gradients.
 
-        Raises: BudgetTooSmall: no program fits. CaptureError: the graph cannot be planned; the error names the
-        node.
+        Raises:
+            BudgetTooSmall: no program fits.
+            CaptureError: the graph cannot be planned; the error names the node.
         """
         given, plan = self.read_and_plan(joint, num_fwd_outputs)
         return given.with_writes(plan.graphs)
@@ -39,10 +40,12 @@ def partitioner(mem: int | str, **options: Unpack[PassOptions]) -> Partitioner:
     The joint graph is not changed. Nothing runs during planning, unless costs="measure". The predicted peak is
     that of the two graphs if they run unchanged, and free values after their last use, as with `as_emitted`.
 
-    Args: mem: the budget, in any form that `fxremat.compile` takes. options: as those of `fxremat.plan`; costs
-    are estimates for the device that the graph is on, or for another.
+    Args:
+        mem: the budget, in any form that `fxremat.compile` takes.
+        options: as those of `fxremat.plan`; costs are estimates for the device that the graph is on, or for another.
 
-    Raises: InvalidBudget, FxrematError: an option has an invalid value.
+    Raises:
+        InvalidBudget, FxrematError: an option has an invalid value.
     """
     return Partitioner(pass_options(mem, options))
 

@@ -15,8 +15,9 @@ def planned_text(text: str, mem: int | str, **options: Unpack[PassOptions]) -> t
 
     A joint graph becomes two functions, `forward` and `backward`; a graph of a full step stays one.
 
-    Raises: BudgetTooSmall: no program fits. CaptureError: the text is not a graph, or a node cannot be planned;
-    the error names the line or the node.
+    Raises:
+        BudgetTooSmall: no program fits.
+        CaptureError: the text is not a graph, or a node cannot be planned; the error names the line or the node.
     """
     read = from_text(text)
     given, plan = PlanningPass(pass_options(mem, options)).read_and_plan(read.module, read.num_fwd_outputs)

@@ -53,7 +53,8 @@ def pipeline_of(options: Options) -> str:
 def step_of(given: Given, options: Options, inputs: Sequence[Any] = ()) -> FixedStep:
     """Return a graph that another tool captured as a step that can be planned.
 
-    Args: inputs: the inputs of the graph, on which ops are measured; (), or fake tensors: made-up data is used.
+    Args:
+        inputs: the inputs of the graph, on which ops are measured; (), or fake tensors: made-up data is used.
     """
     known = inputs_of(given.captured)
     real = len(inputs) == len(known) and all(is_real(each) for each in inputs if isinstance(each, torch.Tensor))
@@ -75,10 +76,12 @@ def planned(given: Given, options: Options, inputs: Sequence[Any] = ()) -> Plan:
 class PlanningPass:
     """Base of passes that plan graphs which other tools captured.
 
-    Attributes: plans: the plans that were made, newest last.
+    Attributes:
+        plans: the plans that were made, newest last.
 
-    Args: pipeline: the name of the pipeline of passes that first runs on a copy of the graph; "": the one for
-    graphs that run as they are emitted.
+    Args:
+        pipeline: the name of the pipeline of passes that first runs on a copy of the graph; "": the one for graphs
+            that run as they are emitted.
     """
 
     def __init__(self, options: Options, pipeline: str = "") -> None:

@@ -113,13 +113,16 @@ def is_marked(graph: fx.Graph) -> bool:
 def read_given(module: fx.GraphModule, num_fwd_outputs: int | None = None, *, pipeline: str = "as given") -> Given:
     """Read a joint graph, or the graph of a full step. O(nodes).
 
-    Args: module: ops of ATen or other registered ops, without side effects, with fake tensors of fixed sizes in
-    meta["val"]. num_fwd_outputs: the number of outputs that belong to the forward of a joint graph; the others
-    are a gradient or None for each input. None: the graph is a full step. pipeline: the name, in `PIPELINES`,
-    of the passes that run on the copy of the graph.
+    Args:
+        module: ops of ATen or other registered ops, without side effects, with fake tensors of fixed sizes in
+            meta["val"].
+        num_fwd_outputs: the number of outputs that belong to the forward of a joint graph; the others are a gradient
+            or None for each input. None: the graph is a full step.
+        pipeline: the name, in `PIPELINES`, of the passes that run on the copy of the graph.
 
-    Raises: CaptureError: the backward cannot be distinguished from the forward; or a node cannot be planned,
-    which is named.
+    Raises:
+        CaptureError: the backward cannot be distinguished from the forward; or a node cannot be planned, which is
+            named.
     """
     graph = copied(module.graph)
     _check(graph)

@@ -28,9 +28,11 @@ def tag(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     differs from the plan's. When fxremat plans a graph with tags, it treats MUST_SAVE and MUST_CPU_OFFLOAD as
     wishes not to recompute: see `never_again`.
 
-    Args: graph: the graph that the plan was made for, or one with nodes of the same names.
+    Args:
+        graph: the graph that the plan was made for, or one with nodes of the same names.
 
-    Raises: PlanMismatch: the graph has none of the ops of the plan.
+    Raises:
+        PlanMismatch: the graph has none of the ops of the plan.
     """
     policies = _policies(plan)
     for wait in graph.graph.find_nodes(op="call_function", target=WAIT):

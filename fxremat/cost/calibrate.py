@@ -55,8 +55,9 @@ def calibration(
 
     A few steps are run, unless the factor is cached for this graph.
 
-    Args: inputs: the arguments of the captured graph; data is made up for missing ones. ranks: the ranks that
-    run the program together; each gets the largest of their factors.
+    Args:
+        inputs: the arguments of the captured graph; data is made up for missing ones.
+        ranks: the ranks that run the program together; each gets the largest of their factors.
     """
     joint = captured_of(program.layout.graph)
     device, key = device_of(joint), f"factor {of_ops(joint)}"
@@ -185,7 +186,8 @@ class _Made:
     def of(cls, program: Program, costs: Costs, inputs: Sequence[Any], *, alone: bool) -> _Made | None:
         """Generate the graphs of a program; return None if there is too little free memory for one step.
 
-        Args: alone: True: check the free memory; False for several ranks, which must all go on.
+        Args:
+            alone: True: check the free memory; False for several ranks, which must all go on.
         """
         if alone and not has_room(program, costs, inputs):
             return None

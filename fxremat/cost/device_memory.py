@@ -100,7 +100,10 @@ class DeviceMemory:
     def facts(self, *, budget: int, peak: int, least: int) -> Iterator[tuple[str, str]]:
         """Yield what a plan prints about this device, as (label, text).
 
-        Args: budget: bytes. peak: the plan's peak in bytes. least: the least budget that works, in bytes.
+        Args:
+            budget: bytes.
+            peak: the plan's peak in bytes.
+            least: the least budget that works, in bytes.
         """
         yield "memory", format_bytes(self.total)
         yield "held", str(self)
@@ -134,7 +137,8 @@ def memory_on(device: Device, joint: Captured, optimizer: torch.optim.Optimizer 
     If the step updates its weights itself, weights, gradients and optimizer state are part of its peak, and not
     counted here.
 
-    Args: optimizer: the optimizer of these parameters, or a name in `OPTIMIZERS`; None: `USUAL` is assumed.
+    Args:
+        optimizer: the optimizer of these parameters, or a name in `OPTIMIZERS`; None: `USUAL` is assumed.
     """
     block = device.torch_device
     placeholders = (v for v in joint.values if v.origin is Origin.PRIMAL and joint.shown[v.index].op == "placeholder")

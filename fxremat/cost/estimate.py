@@ -88,8 +88,9 @@ def assumptions(joint: Captured, device: Device) -> str:
 def cost_of(op: Op, joint: Captured, device: Device, *, safe: bool = False) -> OpCost:
     """Return the estimated cost of one op.
 
-    Args: safe: assume a workspace as large as all that the op reads and writes, to be sure that the budget
-    holds. Used for an op that could not be measured, in a step whose other ops were.
+    Args:
+        safe: assume a workspace as large as all that the op reads and writes, to be sure that the budget holds. Used
+            for an op that could not be measured, in a step whose other ops were.
     """
     node = joint.nodes[op.index]
     if isinstance(node.target, Sliced):

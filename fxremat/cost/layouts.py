@@ -24,8 +24,9 @@ class LayoutsDiffer(CaptureError):
 
     Most such steps are traced again, so that the user does not see this error.
 
-    Attributes: observed: key of a call (see `key_of`) -> strides of its real outputs, where fake ones have
-    other strides. ops: the names of those ops.
+    Attributes:
+        observed: key of a call (see `key_of`) -> strides of its real outputs, where fake ones have other strides.
+        ops: the names of those ops.
     """
 
     def __init__(self, observed: Mapping[str, Strides], ops: Iterable[str]) -> None:

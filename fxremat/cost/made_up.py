@@ -37,7 +37,8 @@ class Call:
 def call_of(node: fx.Node, *, fresh: bool = False) -> Call:
     """Return a call of a node's op on made-up tensors in the layouts of the node's inputs.
 
-    Args: fresh: True: the call allocates a new result although it might overwrite an operand.
+    Args:
+        fresh: True: the call allocates a new result although it might overwrite an operand.
     """
     made: dict[fx.Node, Any] = {}
 
@@ -55,7 +56,8 @@ def value_like(node: fx.Node, index_limit: int = 1) -> Any:
 
     For a `get_attr` node the real object is returned.
 
-    Args: index_limit: integers are drawn below it.
+    Args:
+        index_limit: integers are drawn below it.
     """
     value = node.meta.get("val")
     if node.op == "get_attr":

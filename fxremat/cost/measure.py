@@ -73,12 +73,14 @@ def measure(
 
     Takes a few seconds for a GPT of 12 layers, almost none from the cache.
 
-    Args: inputs: the arguments of the captured graph, in order. order: returns the ops to run, in an order in
-    which the step fits into memory; None: each once, as captured. ranks: the ranks that measure the same graph.
-    An op that one of them has not measured is measured by all; its seconds and bytes are the largest over the
-    ranks.
+    Args:
+        inputs: the arguments of the captured graph, in order.
+        order: returns the ops to run, in an order in which the step fits into memory; None: each once, as captured.
+        ranks: the ranks that measure the same graph. An op that one of them has not measured is measured by all; its
+            seconds and bytes are the largest over the ranks.
 
-    Raises: LayoutsDiffer: the step was traced with views that real layouts do not allow.
+    Raises:
+        LayoutsDiffer: the step was traced with views that real layouts do not allow.
     """
     device = device_of(joint)
     if not (kind := kind_of(device)).metered:
@@ -114,7 +116,8 @@ def known_costs(joint: Captured, rate: float = 1.0) -> Costs:
 
     A compiled region that was not measured counts 0 seconds, and no workspace besides its outputs.
 
-    Args: rate: the seconds of estimates are multiplied by it.
+    Args:
+        rate: the seconds of estimates are multiplied by it.
     """
     device = device_of(joint)
     cache, rough = CostCache.of_device(device), Device.like(device)
@@ -141,7 +144,8 @@ def fresh_as_known(joint: Captured) -> frozenset[int]:
 def _refused(cache: CostCache, layouts: str) -> list[int] | None:
     """Return the ops that an earlier walk found to need a new result; None if there was no such walk.
 
-    Args: layouts: the cache key of that result.
+    Args:
+        layouts: the cache key of that result.
     """
     numbers = cache.numbers(layouts)
     return None if numbers is None else [int(number) - 1 for number in numbers[1:]]
@@ -243,11 +247,16 @@ def _measure(
 ) -> tuple[dict[str, tuple[str, Strides]], frozenset[int]]:
     """Measure the missing ops, and put their costs into the cache.
 
-    Args: order: see `measure`. layouts: the cache key for the list of ops that must allocate new results.
-    missing: numbers of the ops whose cost is not known. fresh: ops that are known to need new results.
+    Args:
+        order: see `measure`.
+        layouts: the cache key for the list of ops that must allocate new results.
+        missing: numbers of the ops whose cost is not known.
+        fresh: ops that are known to need new results.
 
-    Returns: real strides that make a traced view impossible, as `key_of` a call -> (op's name, strides), or {};
-    and all ops that have to allocate new results.
+    Returns:
+        real strides that make a traced view impossible, as `key_of` a call -> (op's name, strides), or {}; and all
+            ops that
+        have to allocate new results.
     """
     keys = op_keys(joint, fresh)
     wanted = {keys[index]: joint.ops[index] for index in missing}
@@ -294,7 +303,8 @@ def _check_views(differing: Iterable[Mapping[str, tuple[str, Strides]]]) -> None
 def _walked(visitor: _Visitor, *, alone: bool) -> bool:
     """Run the walk through the step; return False if an op raised, so that it ended early.
 
-    Args: alone: False: raise the error instead, since other ranks would wait forever.
+    Args:
+        alone: False: raise the error instead, since other ranks would wait forever.
     """
     try:
         visitor.walk.run(visitor)
@@ -386,8 +396,9 @@ def measured(node: fx.Node, call: Call, device: torch.device, *, fresh: bool = F
     The call runs five times or more. A call that overwrites its operand runs once; its cost is measured on a
     copy.
 
-    Args: node: the node of the op. fresh: the call allocates a new result although it might overwrite an
-    operand.
+    Args:
+        node: the node of the op.
+        fresh: the call allocates a new result although it might overwrite an operand.
     """
     fixed = is_collective(node)
     if isinstance(node.target, Region):
@@ -476,8 +487,9 @@ def fullest(node: fx.Node, call: Call) -> Call:
 def _cost(seconds: float, peak: int, result: Any, device: torch.device, *, new: bool) -> OpCost:
     """Return the cost of a call.
 
-    Args: peak: largest bytes allocated during the call. new: True if its outputs are new memory, which is part
-    of the peak and not workspace.
+    Args:
+        peak: largest bytes allocated during the call.
+        new: True if its outputs are new memory, which is part of the peak and not workspace.
     """
     outputs = tuple(rounded(size, device) for size in _output_bytes(result))
     return OpCost(seconds, max(0, peak - (sum(outputs) if new else 0)), outputs)
@@ -493,8 +505,9 @@ def _alone(key: str, node: fx.Node, device: torch.device, cache: CostCache, *, f
 def alone(node: fx.Node, device: torch.device, *, timed: bool = True, fresh: bool = False) -> OpCost | None:
     """Return the cost of an op, run on made-up data within `quiet_world`; None if it cannot run on such data.
 
-    Args: timed: True: measure the time too, in several runs; False: run it once, and count 0 seconds. fresh:
-    True: let it allocate a new result although it might overwrite an operand.
+    Args:
+        timed: True: measure the time too, in several runs; False: run it once, and count 0 seconds.
+        fresh: True: let it allocate a new result although it might overwrite an operand.
     """
     try:
         call = call_of(node, fresh=fresh)
@@ -522,8 +535,9 @@ def seconds_of(
 ) -> float:
     """Return the seconds of one call on the device.
 
-    Args: prepare: called before each run; its time does not count. fixed: run the call a fixed number of times,
-    so that all ranks run a collective equally often.
+    Args:
+        prepare: called before each run; its time does not count.
+        fixed: run the call a fixed number of times, so that all ranks run a collective equally often.
     """
     if kind_of(device).can(Ability.TIMING):
         return _seconds_by_events(call, device) if prepare is None else _seconds_beside(call, prepare, device)
@@ -533,7 +547,8 @@ def seconds_of(
 def _cpu_seconds(call: Callable[[], Any], prepare: Callable[[], Any] | None, sample: float) -> float:
     """Return the median seconds of a few runs after a warm-up run.
 
-    Args: sample: seconds for which the call is repeated, at least LEAST_RUNS and at most MOST_RUNS times.
+    Args:
+        sample: seconds for which the call is repeated, at least LEAST_RUNS and at most MOST_RUNS times.
     """
     call()
     runs: list[float] = []

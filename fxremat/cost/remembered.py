@@ -21,8 +21,10 @@ def remembered(
 ) -> list[float] | None:
     """Return measured numbers for some programs, from the cache if possible; None if they cannot be measured.
 
-    Args: what: a name of the measurement, as a part of the cache key. count: how many numbers there are.
-    measure: called if none are cached; returns the numbers, all above 0, or None if measuring fails.
+    Args:
+        what: a name of the measurement, as a part of the cache key.
+        count: how many numbers there are.
+        measure: called if none are cached; returns the numbers, all above 0, or None if measuring fails.
     """
     device = device_of(programs[0].layout.graph)
     key = f"{what} {' '.join(map(_digest, programs))}"

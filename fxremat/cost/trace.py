@@ -39,12 +39,14 @@ NO_TENSOR = ("Scalar", "ScalarList", "")  # types of inputs that are not tensors
 class Trace:
     """The seconds of ops in a Chrome trace of torch.profiler that was recorded with shapes.
 
-    Args: path: the file, which may be compressed (.gz). device: the device that it was recorded on, by name or
-    as a `fxremat.Device`; used to estimate other ops, and for the allocator's block sizes. None: a typical
-    device of the type that the graph is on.
+    Args:
+        path: the file, which may be compressed (.gz).
+        device: the device that it was recorded on, by name or as a `fxremat.Device`; used to estimate other ops, and
+            for the allocator's block sizes. None: a typical device of the type that the graph is on.
 
-    Raises: FxrematError: the file is not such a trace, or has no shapes of inputs; or the device is not known.
-    OSError: the file cannot be read.
+    Raises:
+        FxrematError: the file is not such a trace, or has no shapes of inputs; or the device is not known.
+        OSError: the file cannot be read.
     """
 
     path: str | os.PathLike[str]

@@ -50,8 +50,9 @@ def given_inputs(joint: Captured, inputs: Sequence[Any]) -> dict[int, torch.Tens
 class Walk:
     """A run of a step, op by op, with the values that are currently alive.
 
-    Args: given: number of an input's value -> real tensor; data is made up for missing ones. order: the numbers
-    of the ops to run.
+    Args:
+        given: number of an input's value -> real tensor; data is made up for missing ones.
+        order: the numbers of the ops to run.
     """
 
     def __init__(self, joint: Captured, given: Mapping[int, torch.Tensor], order: Sequence[int]) -> None:

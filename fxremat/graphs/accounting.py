@@ -57,8 +57,9 @@ def costs_from(
     which share a storage, both count as values. The measured workspace of a compiled region is its entire peak,
     since it may free inputs before it allocates outputs; so its outputs are subtracted.
 
-    Args: by_op: the cost of each op, with bytes that are not rounded. fresh: ops that allocate a new result
-    although they might overwrite an operand.
+    Args:
+        by_op: the cost of each op, with bytes that are not rounded.
+        fresh: ops that allocate a new result although they might overwrite an operand.
     """
     sizes = [value.bytes for value in joint.values]
     taken = [0] * len(joint.ops)
@@ -165,8 +166,9 @@ def assumed_for(count: int, dtype: torch.dtype, *, trained: bool = True) -> int:
     and two gradients at a time), `x.pow(2).mean()` four times. An output in half precision counts five times
     its size in fp32, to which it is copied.
 
-    Args: trained: False: no gradient is needed for the output. Then its size is assumed once, as `mse_loss`
-    returns its sum in the storage of all its terms; for integers nothing.
+    Args:
+        trained: False: no gradient is needed for the output. Then its size is assumed once, as `mse_loss` returns its
+            sum in the storage of all its terms; for integers nothing.
     """
     if not trained:
         return int(count) * max(dtype.itemsize, SINGLE) if dtype.is_floating_point else 0
@@ -202,6 +204,7 @@ def largest_tensor(graph: StepGraph) -> int:
 def op_keys(graph: StepGraph, fresh: Set[int] = frozenset()) -> list[str]:
     """Return the keys of all ops of a graph, in order; ops with equal keys have equal costs.
 
-    Args: fresh: ops that allocate a new result although they might overwrite an operand.
+    Args:
+        fresh: ops that allocate a new result although they might overwrite an operand.
     """
     return [op_key(captured_of(graph).nodes[op.index], fresh=True) if op.index in fresh else op.key for op in graph.ops]

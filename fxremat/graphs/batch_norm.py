@@ -43,8 +43,9 @@ def batch_statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return mean and rstd of each channel of a batch, and the new running statistics (empty if there are none).
 
-    Args: x: (batch, channels, ...) exact: True: compute them with the kernel of the original BatchNorm, for the
-    same bits.
+    Args:
+        x: (batch, channels, ...)
+        exact: True: compute them with the kernel of the original BatchNorm, for the same bits.
     """
     mean, var = _running(x, running_mean, running_var)
     if exact:
@@ -165,7 +166,8 @@ def normalized_by(statistics: fx.Node) -> fx.Node | None:
 def runs_as_one(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> bool:
     """Tell whether statistics and normalization, one directly after the other, are emitted as the original BatchNorm.
 
-    Args: again: True for a recomputation.
+    Args:
+        again: True for a recomputation.
     """
     shown = cast(fx.Node, normalized.args[0]).meta["val"]  # without a weight, statistics have the dtype of `x`
     typed = normalized.args[1] is not None or shown.dtype == dtype_of_statistics(shown)
@@ -175,7 +177,8 @@ def runs_as_one(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> boo
 def whole_call(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> tuple[Any, tuple[Any, ...]]:
     """Return function and arguments of the original BatchNorm that these two ops were split from.
 
-    Args: again: True for a recomputation, which does not update running statistics.
+    Args:
+        again: True for a recomputation, which does not update running statistics.
     """
     x, mean, var, momentum, eps, _ = statistics.args
     _, weight, bias, *_ = normalized.args

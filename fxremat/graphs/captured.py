@@ -116,7 +116,8 @@ def _inputs(primals: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
 def with_updates_inside(joint: Captured, trained: Set[int]) -> Captured:
     """Return the graph of a step that updates some parameters itself, and does not return their gradients.
 
-    Args: trained: the values (numbers) of these parameters.
+    Args:
+        trained: the values (numbers) of these parameters.
     """
     outputs = list(joint.backward_outputs)
     gradients: dict[int, fx.Node] = {}
@@ -156,11 +157,14 @@ def read_joint(
 ) -> Captured:
     """Read a joint graph as AOTAutograd passes it to a partition function. O(nodes).
 
-    Args: module: the joint graph, functional, with fake tensors in `meta["val"]`. forward_outputs: the number
-    of outputs that belong to the forward. differentiable: the inputs and constants for which gradients may be
-    computed. None: the remaining outputs are one gradient, or None, for each input in order.
+    Args:
+        module: the joint graph, functional, with fake tensors in `meta["val"]`.
+        forward_outputs: the number of outputs that belong to the forward.
+        differentiable: the inputs and constants for which gradients may be computed. None: the remaining outputs are
+            one gradient, or None, for each input in order.
 
-    Raises: CaptureError: a size depends on data.
+    Raises:
+        CaptureError: a size depends on data.
     """
     return _Reader(module, forward_outputs, differentiable).read()
 

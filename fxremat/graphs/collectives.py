@@ -47,7 +47,8 @@ class Collective:
 def wait(started: Any) -> Any:
     """Wait for the end of a collective; return its results.
 
-    Args: started: the result of the op that started it: a tensor, or several.
+    Args:
+        started: the result of the op that started it: a tensor, or several.
     """
     if isinstance(started, torch.Tensor):
         return torch.ops._c10d_functional.wait_tensor.default(started)

@@ -86,7 +86,8 @@ def model_of(placeholders: Iterable[fx.Node]) -> str:
 def sources_of(nodes: Sequence[fx.Node]) -> tuple[Source, ...]:
     """Return the module and the source line of each op of a step, forward and backward. O(nodes).
 
-    Args: nodes: the ops' nodes, in execution order.
+    Args:
+        nodes: the ops' nodes, in execution order.
     """
     modules = {node: module_of(node) for node in nodes}
     # Ops that are not differentiated repeat the sequence number of the op before them; the first op with a
@@ -138,7 +139,9 @@ def _between(node: fx.Node, modules: dict[fx.Node, str], unknown: set[fx.Node]) 
 
     These are the last op that computed one of the added gradients, and the ops that read the sum.
 
-    Args: modules: the module of each op. unknown: additions whose module is not known yet; they are ignored.
+    Args:
+        modules: the module of each op.
+        unknown: additions whose module is not known yet; they are ignored.
     """
     around = [_ops_behind(parent, modules) for parent in node.all_input_nodes]
     makers = [maker for maker in around if maker is not None and maker not in unknown]

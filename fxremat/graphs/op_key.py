@@ -18,7 +18,8 @@ from fxremat.graphs.overwriting import called
 def op_key(node: fx.Node, *, fresh: bool = False) -> str:
     """Return text that is equal for ops of equal cost: the op, its constants, and the layout of each tensor it reads.
 
-    Args: fresh: the op allocates a new result although it might overwrite an operand.
+    Args:
+        fresh: the op allocates a new result although it might overwrite an operand.
 
     A layout includes the device, and the size of the storage if a tensor is only a part of it, since some ops
     copy all of it. A subgraph (the score function of flex attention) is represented by a digest of its code.

@@ -54,7 +54,8 @@ def overwriting(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return function and arguments of the call that overwrites an operand of an op.
 
-    Args: place: the index of that operand in `args`, 0 or 1; the call has it first.
+    Args:
+        place: the index of that operand in `args`, 0 or 1; the call has it first.
     """
     if place:
         args = (args[1], args[0])
@@ -66,7 +67,8 @@ def overwriting(
 def called(op: fx.Node, *, fresh: bool = False) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
     """Return function and arguments with which an op is called: those that overwrite an operand, if it may.
 
-    Args: fresh: True: the op must not overwrite an operand.
+    Args:
+        fresh: True: the op must not overwrite an operand.
     """
     if fresh or PLACE not in op.meta:
         return op.target, op.args, op.kwargs

@@ -55,10 +55,12 @@ class Kernels:
 class Region:
     """A callable that runs a group of ops, compiled by Inductor, on its inputs and returns a tuple of its outputs.
 
-    Args: root: the module whose attributes the graph refers to. graph: a functional graph of aten ops; its
-    inputs and outputs are tensors that fill their storages. dying: indices of inputs that nothing else refers
-    to when the region runs, and that are not read afterwards. donated: indices of the dying inputs whose
-    storages the kernels may overwrite. kernels: the settings with which the region is compiled.
+    Args:
+        root: the module whose attributes the graph refers to.
+        graph: a functional graph of aten ops; its inputs and outputs are tensors that fill their storages.
+        dying: indices of inputs that nothing else refers to when the region runs, and that are not read afterwards.
+        donated: indices of the dying inputs whose storages the kernels may overwrite.
+        kernels: the settings with which the region is compiled.
     """
 
     kind = Kind.REGION
@@ -127,7 +129,8 @@ class Region:
     def give_up(self, reason: str) -> None:
         """Run the region op by op from now on.
 
-        Raises: FxrematError: it has an op whose results would differ if it is not compiled.
+        Raises:
+            FxrematError: it has an op whose results would differ if it is not compiled.
         """
         log.debug("%s with %d ops runs op by op: %s", self, self.count, reason)
         self.given_up = reason

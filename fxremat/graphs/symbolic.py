@@ -76,8 +76,9 @@ class Numbers:
     def __init__(self, symbols: Sequence[sympy.Expr], dims: Sequence[int]) -> None:
         """Assign values to symbols.
 
-        Args: symbols: the expression of each symbolic input: a symbol, or an expression of other inputs'
-        symbols. dims: the value of each symbolic input.
+        Args:
+            symbols: the expression of each symbolic input: a symbol, or an expression of other inputs' symbols.
+            dims: the value of each symbolic input.
         """
         import sympy
 
@@ -126,9 +127,12 @@ class Numbers:
 class SymbolicGraph:
     """A joint graph that takes symbolic sizes as inputs.
 
-    Attributes: module: the graph. primals: its placeholders, without those of incoming gradients. places:
-    indices of the symbolic numbers among the primals. inputs: the placeholders of these symbolic numbers.
-    symbols: the expression of each of them.
+    Attributes:
+        module: the graph.
+        primals: its placeholders, without those of incoming gradients.
+        places: indices of the symbolic numbers among the primals.
+        inputs: the placeholders of these symbolic numbers.
+        symbols: the expression of each of them.
     """
 
     def __init__(self, module: fx.GraphModule, forward_outputs: int) -> None:

@@ -88,7 +88,8 @@ def low_cuts(crossing: Crossing, sizes: Sequence[int]) -> Iterator[tuple[tuple[i
     Values that cross more than a few low points are carried, which means kept from their forward to their
     backward; in the last way none are.
 
-    Args: sizes: bytes of each value, by number.
+    Args:
+        sizes: bytes of each value, by number.
     """
     points = crossing.low_points(sizes)
     crosses = Counter(value for point in points for value in crossing.at[point])
@@ -122,8 +123,8 @@ def carry_levels(graph: StepGraph, crossing: Crossing, work: Sequence[float]) ->
 
     Each further set adds the value that allows the most new cuts.
 
-    Args: work: seconds of each forward op; a value is carried only if it allows cuts over a large part of their
-    sum.
+    Args:
+        work: seconds of each forward op; a value is carried only if it allows cuts over a large part of their sum.
     """
     carried: frozenset[int] = frozenset()
     yield carried

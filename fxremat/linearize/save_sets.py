@@ -46,7 +46,9 @@ class SaveSet:
 def add_options(layout: Layout, seconds: Sequence[float], sizes: Sequence[int]) -> Layout:
     """Return the layout with save sets as options of every block; equal blocks are solved only once.
 
-    Args: seconds: seconds of each op, by number. sizes: bytes of each value, by number.
+    Args:
+        seconds: seconds of each op, by number.
+        sizes: bytes of each value, by number.
     """
     solved: dict[object, list[tuple[int, ...]]] = {}
     options: list[list[frozenset[int]]] = []
@@ -201,7 +203,8 @@ class _Network:
     def source_side(self, runs: Sequence[int]) -> set[int]:
         """Return the nodes that cannot reach the sink in the residual of a maximum flow: the largest source side.
 
-        Args: runs: the capacities of the edges from the source to the ops.
+        Args:
+            runs: the capacities of the edges from the source to the ops.
         """
         from scipy.sparse import csr_array
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow

@@ -77,7 +77,8 @@ def _shifted(op: Op, by: int) -> Op:
 def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) -> Towers | None:
     """Return the towers of a forward; None unless at least two of them run one after the other. O(reads).
 
-    Args: seconds: seconds of each op, by number.
+    Args:
+        seconds: seconds of each op, by number.
     """
     tower_of, trunk = _components(graph, seconds)
     first: dict[int, int] = {}

@@ -75,7 +75,8 @@ def _may_be_halved(node: fx.Node, *, exact: bool) -> bool:
     The dtype of parameters and running statistics decides that, or without any, that of the input; the fake
     statistics have misleading dtypes on a CPU (torch 2.13).
 
-    Args: exact: the two ops must give the same bits as the original op.
+    Args:
+        exact: the two ops must give the same bits as the original op.
     """
     x, weight, _, mean, _, training, _, _ = batch_norm_arguments(node)
     if not training or not any(item.args[1] == 0 for item in node.users):

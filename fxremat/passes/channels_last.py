@@ -318,7 +318,9 @@ class _Conversion:
 
         A view becomes a view of its base in the captured layout, so that outputs that share memory still do.
 
-        Args: like: the node whose metadata new nodes get. before: the node before which they are inserted.
+        Args:
+            like: the node whose metadata new nodes get.
+            before: the node before which they are inserted.
         """
         if node in self.source:
             return self._original(self.source[node], like, before=before)

@@ -56,9 +56,10 @@ def lower(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Emit the forward and the backward graph of a program. O(steps); both are linted.
 
-    Args: fresh: ops that allocate a new result although they might overwrite an operand (`Costs.fresh`). tier:
-    the name of the host tier to which the program copies values; "" if it copies none. handles: how to refer to
-    the parameters, if the step updates them.
+    Args:
+        fresh: ops that allocate a new result although they might overwrite an operand (`Costs.fresh`).
+        tier: the name of the host tier to which the program copies values; "" if it copies none.
+        handles: how to refer to the parameters, if the step updates them.
     """
     return Lowering(verify(program) if is_verified() else program, tier, handles, fresh).run()
 
@@ -353,8 +354,8 @@ class Lowering:
     ) -> tuple[fx.Node, int]:
         """Emit the node of one execution of an op.
 
-        Returns: the node, and the number of results before those of the op: 1 if a generator state comes first,
-        else 0.
+        Returns:
+            the node, and the number of results before those of the op: 1 if a generator state comes first, else 0.
         """
         target, arguments, given = self._call_of(step, original)
         if self._is_under_way(step):
@@ -420,7 +421,8 @@ class Lowering:
     def _read(self, part: Part, node: fx.Node, version: int, suffix: str = "") -> fx.Node:
         """Return the node of this graph for a node of the joint graph, on a given version of its storage.
 
-        Args: suffix: appended to the names of new nodes.
+        Args:
+            suffix: appended to the names of new nodes.
         """
         value = self.joint.values[self.program.version_of[version]]
         if self.joint.shown[value.index] is node:

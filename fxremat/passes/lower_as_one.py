@@ -25,7 +25,8 @@ GROUP = "fxremat_group"  # key in the `meta` of a node: the index of its group o
 def lower_as_one(program: Program, groups: Sequence[Sequence[int]]) -> fx.Graph:
     """Emit the steps of a program, group by group, as one graph of the captured module. O(steps).
 
-    Args: groups: indices of steps in execution order, forward groups first; each step occurs once.
+    Args:
+        groups: indices of steps in execution order, forward groups first; each step occurs once.
     """
     return _LoweringAsOne(program).emit(groups)
 

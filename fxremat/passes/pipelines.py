@@ -104,10 +104,12 @@ def normalize(module: fx.GraphModule, passes: Sequence[str | Pass] = PIPELINES["
 
     O(nodes) for each pass.
 
-    Args: passes: a pipeline, or names of passes, in order.
+    Args:
+        passes: a pipeline, or names of passes, in order.
 
-    Raises: CaptureError: a size depends on data. FxrematError: a pass does not exist, in `passes` or in the
-    environment variable that leaves out passes.
+    Raises:
+        CaptureError: a size depends on data.
+        FxrematError: a pass does not exist, in `passes` or in the environment variable that leaves out passes.
     """
     graph = module.graph
     refuse_symbols(graph)

@@ -174,7 +174,9 @@ def _is_shared(base: fx.Node, node: fx.Node, before: set[fx.Node]) -> bool:
 
     Views that are made after the op show the new value, so they are no problem.
 
-    Args: node: the op that overwrites the value. before: that op and all earlier ones.
+    Args:
+        node: the op that overwrites the value.
+        before: that op and all earlier ones.
     """
     storages = {storage_of(tensor) for tensor in tensors_of(base) if tensor is not None}
     for other in before - {base, node}:

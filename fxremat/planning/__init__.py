@@ -38,8 +38,9 @@ log = logging.getLogger(__name__)
 def plan(step: Step, options: Options) -> Plan:
     """Plan a captured training step within the user's budget, and log the start and the result.
 
-    Raises: BudgetTooSmall: nothing fits; the error states the least budget that works, in percent too if the
-    user gave percent.
+    Raises:
+        BudgetTooSmall: nothing fits; the error states the least budget that works, in percent too if the user gave
+            percent.
     """
     if options.compiles and communicates(step.graph):
         raise FxrematError('backend="inductor" compiles steps of one device; this one communicates with other ranks')
@@ -97,8 +98,9 @@ def _saved(step: Step, options: Options) -> Plan | None:
 def _with_weights(made: Plan, step: Step) -> Plan:
     """Return a saved plan; one that also updates weights is connected to the parameters of this process.
 
-    Raises: PlanMismatch: the plan is for another kind of optimizer, or an earlier plan has moved other
-    parameters to the host.
+    Raises:
+        PlanMismatch: the plan is for another kind of optimizer, or an earlier plan has moved other parameters to the
+            host.
     """
     if step.trained is None or made.weights is None:
         return made

@@ -51,13 +51,16 @@ class CapturedStep(ABC):
     def plan(self, mem: int | str | None = None, **options: Unpack[StepOptions]) -> Plan:
         """Plan the step within a memory budget; nothing is captured or measured again.
 
-        Args: mem: the budget in any form that `fxremat.compile` takes; None: the budget given to `capture`.
-        options: options of `fxremat.plan` to change from those of `capture`. Options that decide what is
-        captured cannot change: `method`, `dynamic`, `backend`, whether weights may live on the host, which
-        outputs get gradients.
+        Args:
+            mem: the budget in any form that `fxremat.compile` takes; None: the budget given to `capture`.
+            options: options of `fxremat.plan` to change from those of `capture`. Options that decide what is captured
+                cannot change: `method`, `dynamic`, `backend`, whether weights may live on the host, which outputs get
+                gradients.
 
-        Raises: BudgetTooSmall: no plan fits; `.minimum` is the least budget that works. InvalidBudget: `mem`
-        has another form. FxrematError: an option has an invalid value, or cannot change after the capture.
+        Raises:
+            BudgetTooSmall: no plan fits; `.minimum` is the least budget that works.
+            InvalidBudget: `mem` has another form.
+            FxrematError: an option has an invalid value, or cannot change after the capture.
         """
 
     @abstractmethod
@@ -67,7 +70,8 @@ class CapturedStep(ABC):
     def at(self, **sizes: object) -> Self:
         """Return the same step for other input sizes, if it was captured with sizes that may change; see `Plan.at`.
 
-        Raises: FxrematError: all sizes of the step are fixed, or a named input has no size that may change.
+        Raises:
+            FxrematError: all sizes of the step are fixed, or a named input has no size that may change.
         """
         raise FxrematError(
             f"this step is of fixed sizes ({', '.join(sizes)} cannot change): capture it with dynamic=True, or with "

@@ -84,7 +84,9 @@ def plan_of(
 ) -> Plan:
     """Make a plan from the chosen candidate and the Pareto frontier that it was chosen from.
 
-    Args: budget: bytes. further: other fields of the plan, such as `link`.
+    Args:
+        budget: bytes.
+        further: other fields of the plan, such as `link`.
     """
     graph = captured_of(candidate.layout.graph)
     target = None if options.measures else estimated_device(graph, options)

@@ -152,8 +152,9 @@ class _Search:
         steps are timed only once for a graph: how much slower steps in regions were than predicted, relative to
         the op-by-op step, is stored on disk, and later predictions are multiplied by it.
 
-        Args: in_regions: programs whose ops run in compiled regions. alone: the op-by-op program in a list, or
-        () if it does not fit.
+        Args:
+            in_regions: programs whose ops run in compiled regions.
+            alone: the op-by-op program in a list, or () if it does not fit.
         """
         rivals, key, device = [*in_regions, *alone], self._key_of_ops("factor"), device_of(self._plan.graph)
         foreseen = [rival.time for rival in rivals]
@@ -341,8 +342,9 @@ class _Search:
     def plan_of(self, judged: Judged, time: float, why: str) -> Plan:
         """Return the plan that runs the program `judged`.
 
-        Args: time: the seconds of a step. why: the reason why ops run one by one, which the plan states if the
-        program has no compiled region.
+        Args:
+            time: the seconds of a step.
+            why: the reason why ops run one by one, which the plan states if the program has no compiled region.
         """
         regions = regions_of(judged.joint.module.graph)
         if not regions:
@@ -361,7 +363,8 @@ class _Search:
     def _judged(self, candidate: Candidate, units: Units, fused: Program | None = None) -> Judged:
         """Compile and measure the regions of a program that are new, and return the program with its costs and peak.
 
-        Args: fused: the program with each unit as one op, if it was made already.
+        Args:
+            fused: the program with each unit as one op, if it was made already.
         """
         fused = fused or fused_program(candidate.program(), units, self._kernels)
         joint = captured_of(fused.layout.graph)

@@ -62,7 +62,8 @@ def source_of_times(graph: Captured, options: Options) -> str:
 def assumed_facts(graph: Captured, options: Options, rate: float = 1.0) -> Costs:
     """Return the stored costs of ops that were measured before, and estimates for all others; nothing runs.
 
-    Args: rate: the seconds of estimates are multiplied by it.
+    Args:
+        rate: the seconds of estimates are multiplied by it.
     """
     return with_loss(graph, known_costs(graph, rate), options)
 

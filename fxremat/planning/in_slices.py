@@ -126,7 +126,8 @@ def _check_alike(step: Step, found: SlicedJoint) -> None:
 def fastest(found: Variants, options: Options) -> Plan:
     """Plan with the fastest program that fits, among those of the step as captured and of all ways to slice it.
 
-    Raises: BudgetTooSmall: none fits; `.minimum` is the least budget over all of them.
+    Raises:
+        BudgetTooSmall: none fits; `.minimum` is the least budget over all of them.
     """
     if options.slicing is None:
         return chosen(found.surveys[0], options)
@@ -154,8 +155,10 @@ def fastest(found: Variants, options: Options) -> Plan:
 def _of_all(plan: Plan, one: Survey, found: Variants) -> Plan:
     """Return the plan with the frontiers of all variants (the step as captured, and each way to slice it) merged.
 
-    Args: plan: the plan made from the fastest variant. one: the variant that it was made from. found: all
-    variants. Memory without recomputation is reported for the step as captured.
+    Args:
+        plan: the plan made from the fastest variant.
+        one: the variant that it was made from.
+        found: all variants. Memory without recomputation is reported for the step as captured.
     """
     # how calibration scaled the times of `one`; the times of the others are scaled alike
     factor = plan.keep_all_time / max(1e-12, one.frontier.keep_all.time)

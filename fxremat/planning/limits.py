@@ -63,7 +63,8 @@ def limit_of(step: Step, options: Options) -> Limit:
 
     All ranks have to call it together: "auto" is the free memory of the rank that has least.
 
-    Raises: InvalidBudget: the budget is "auto", and the device cannot tell how much memory is free.
+    Raises:
+        InvalidBudget: the budget is "auto", and the device cannot tell how much memory is free.
     """
     words = str(options.mem)
     match options.budget:
@@ -91,9 +92,10 @@ def limit_of_paths(
 ) -> Limit:
     """Return the limit that the user's budget sets for a step that calls several graphs.
 
-    Args: largest: bytes of the largest tensor that a known graph allocates. keep_all: returns the peak in bytes
-    of a step that recomputes nothing; called for a budget in percent. least: returns the least budget that
-    works, in bytes; called for mem="min".
+    Args:
+        largest: bytes of the largest tensor that a known graph allocates.
+        keep_all: returns the peak in bytes of a step that recomputes nothing; called for a budget in percent.
+        least: returns the least budget that works, in bytes; called for mem="min".
     """
     words = str(options.mem)
     match options.budget:
@@ -123,7 +125,8 @@ def _free_on_all(step: Step) -> int:
 def left_on_device(graph: Captured, options: Options) -> DeviceMemory:
     """Return the memory of the device that the user named, and the bytes that weights and optimizer state take there.
 
-    Raises: InvalidBudget: the description of the device does not state its memory.
+    Raises:
+        InvalidBudget: the description of the device does not state its memory.
     """
     memory = memory_on(estimated_device(graph, options), graph, options.optimizer)
     if memory.device.memory is None:

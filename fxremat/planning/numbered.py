@@ -29,7 +29,8 @@ TYPICAL = "A100"  # the device whose memory bandwidth gives the seconds of ops i
 class NumberedStep(CapturedStep):
     """A captured step that consists of numbers alone: ops, the bytes of the values they read and write, and seconds.
 
-    Args: seconds: returns the seconds of an op; None: estimated from the bytes that it reads and writes.
+    Args:
+        seconds: returns the seconds of an op; None: estimated from the bytes that it reads and writes.
     """
 
     def __init__(self, graph: StepGraph, options: Options, seconds: Callable[[Op], float] | None = None) -> None:

@@ -114,10 +114,13 @@ def programs_of(graph: Captured, costs: Costs, options: Options) -> Sequence[Cal
 class PathPlans:
     """The known paths (sequences of graph calls) of a model that is several graphs, and the plan for all of them.
 
-    Attributes: root: the root of the tree of known paths: the beginning of a step. limit: the budget; None if
-    it is a percentage, or "min", and no step has run yet.
+    Attributes:
+        root: the root of the tree of known paths: the beginning of a step.
+        limit: the budget; None if it is a percentage, or "min", and no step has run yet.
 
-    Args: model: the name of the model's class. broken_at: the source line where the first graph ends.
+    Args:
+        model: the name of the model's class.
+        broken_at: the source line where the first graph ends.
     """
 
     def __init__(self, options: Options, model: str, broken_at: str, device: torch.device) -> None:
@@ -148,7 +151,8 @@ class PathPlans:
     def next(self, node: Node, graph: Graph, at: SizedPrograms) -> tuple[Node, bool]:
         """Return the node for a call of `graph` after the call `node`, and whether it has to be planned anew.
 
-        Args: at: the graph's programs at the input sizes of the call.
+        Args:
+            at: the graph's programs at the input sizes of the call.
         """
         found = node.children.get(graph)
         if is_new := found is None:
@@ -168,7 +172,8 @@ class PathPlans:
     def name(self, node: Node, name: str, python: Iterable[str] = ()) -> None:
         """Store the name of a call, for reports.
 
-        Args: python: functions that contain the call and run as plain Python.
+        Args:
+            python: functions that contain the call and run as plain Python.
         """
         self._names[node] = name
         self._python |= dict.fromkeys(python)
@@ -193,7 +198,8 @@ class PathPlans:
     def learn(self, numbers: Mapping[Node, Numbers], *, exact: bool) -> bool:
         """Store the bytes that were measured during a step; tell whether a number grew that had been measured before.
 
-        Args: exact: False if the step was disturbed: the numbers of the next step replace these.
+        Args:
+            exact: False if the step was disturbed: the numbers of the next step replace these.
         """
         has_grown = False
         for node, found in numbers.items():
@@ -217,7 +223,8 @@ class PathPlans:
     def renew(self) -> None:
         """Choose programs for all known paths anew, if something new was learned and the present choice does not fit.
 
-        Raises: BudgetTooSmall: the path of the last step does not fit.
+        Raises:
+            BudgetTooSmall: the path of the last step does not fit.
         """
         if isinstance(self._options.budget, Auto) and self.mem and has_shrunk(self.mem, self._device, self._largest):
             self._set_limit()
@@ -258,8 +265,9 @@ class PathPlans:
     def number(self, node: Node, at: SizedPrograms, saved: int) -> int:
         """Return the index of the program that a call is to run: the planned one, else the one that saves least.
 
-        Args: at: the graph's programs at the input sizes of the call. saved: bytes that the earlier calls of
-        the step have saved for backward.
+        Args:
+            at: the graph's programs at the input sizes of the call.
+            saved: bytes that the earlier calls of the step have saved for backward.
         """
         chosen = node.chosen(saved, self.mem) if self.mem is not None else None
         if chosen is None:
@@ -272,8 +280,9 @@ class PathPlans:
         The check adds the parameter gradients that exist by the time of each call's backward to the least that
         it allocates.
 
-        Args: nodes: the calls of the step, in order. gradients: for each call, bytes of the parameter gradients
-        that the backwards before it have made.
+        Args:
+            nodes: the calls of the step, in order.
+            gradients: for each call, bytes of the parameter gradients that the backwards before it have made.
         """
         if self.mem is None or self.is_share:
             return
@@ -292,8 +301,9 @@ class PathPlans:
 
         The least budget that it states is an estimate, from what is known of the calls so far.
 
-        Args: nodes: the calls so far. gradients: for each of them, bytes of the parameter gradients that the
-        backwards before its own make.
+        Args:
+            nodes: the calls so far.
+            gradients: for each of them, bytes of the parameter gradients that the backwards before its own make.
         """
         assert self.limit is not None
         self._stale = True

@@ -29,11 +29,14 @@ def replan(step: Step, known: Sequence[Plan], options: Options, choose: Choice) 
 
     It takes milliseconds if no op has to be measured.
 
-    Args: known: plans of the same ops at other sizes, at least one. choose: chooses a candidate from those that
-    fit, which come fastest first.
+    Args:
+        known: plans of the same ops at other sizes, at least one.
+        choose: chooses a candidate from those that fit, which come fastest first.
 
-    Returns: the plan; None if the step needs a new search: no known candidate fits, or all that fit recompute
-    and the known sizes are too different, or the budget is "min".
+    Returns:
+        the plan; None if the step needs a new search: no known candidate fits, or all that fit recompute and the
+            known sizes
+        are too different, or the budget is "min".
     """
     if isinstance(options.budget, Least):
         return None

@@ -44,12 +44,14 @@ class Range:
 class PlansOfSizes:
     """The plans of one graph with symbolic sizes.
 
-    Attributes: symbolic: the joint forward-backward graph with symbolic sizes, from which code for all sizes is
-    generated.
+    Attributes:
+        symbolic: the joint forward-backward graph with symbolic sizes, from which code for all sizes is generated.
 
-    Args: joint: the graph at the sizes of the call that it was captured from. dimensions: for each symbolic
-    size, the input and the dimension that it is the size of. limits: for each symbolic size, the largest number
-    that is expected; None if the user gave no range. shapes: the inputs' symbolic shapes, by name.
+    Args:
+        joint: the graph at the sizes of the call that it was captured from.
+        dimensions: for each symbolic size, the input and the dimension that it is the size of.
+        limits: for each symbolic size, the largest number that is expected; None if the user gave no range.
+        shapes: the inputs' symbolic shapes, by name.
     """
 
     def __init__(
@@ -79,12 +81,15 @@ class PlansOfSizes:
     ) -> Plan:
         """Return the plan at these sizes.
 
-        Args: inputs: the arguments of the call; (): ops that have to be measured run on made-up data.
-        called_with: the sizes of the inputs as text, for messages. choose: chooses from the known candidates
-        that fit, which come fastest first. keep: True: later plans may reuse this one, and budgets in percent
-        refer to these sizes if they are the largest so far.
+        Args:
+            inputs: the arguments of the call; (): ops that have to be measured run on made-up data.
+            called_with: the sizes of the inputs as text, for messages.
+            choose: chooses from the known candidates that fit, which come fastest first.
+            keep: True: later plans may reuse this one, and budgets in percent refer to these sizes if they are the
+                largest so far.
 
-        Raises: BudgetTooSmall: no program fits at these sizes, which the error states.
+        Raises:
+            BudgetTooSmall: no program fits at these sizes, which the error states.
         """
         joint = self._graph.at(dims)
         range_ = self._range_with(dims, joint)
@@ -116,7 +121,8 @@ class PlansOfSizes:
     def within(self, dims: Dims, mem: int | str | None, **changed: Any) -> Plan:
         """Plan for these sizes within another budget or with other options, which `Plan.at` of the result keeps.
 
-        Args: mem: the budget; None: the budget of the present plans.
+        Args:
+            mem: the budget; None: the budget of the present plans.
         """
         others = copy.copy(self)
         others._options, others._known = changed_options(self._options, mem=mem, **changed), ()
@@ -134,11 +140,13 @@ class PlansOfSizes:
 
         Sizes that depend on each other, such as the lengths of tokens and targets, change together.
 
-        Args: sizes: by name of an input: a shape, or its first sizes; sizes by dimension; or one number, which
-        is the input itself if that is a number, else the size of its last symbolic dimension.
+        Args:
+            sizes: by name of an input: a shape, or its first sizes; sizes by dimension; or one number, which is the
+                input itself if that is a number, else the size of its last symbolic dimension.
 
-        Raises: FxrematError: a named input has no symbolic size, a size is invalid, or the captured graph does
-        not hold for these sizes.
+        Raises:
+            FxrematError: a named input has no symbolic size, a size is invalid, or the captured graph does not hold
+                for these sizes.
         """
         changed: dict[int, int] = {}
         for name, given in sizes.items():
@@ -247,7 +255,8 @@ def _shown(sizes: Mapping[str, object]) -> str:
 def _by_dimension(name: str, given: object, dimensions: Sequence[int | None]) -> dict[int | None, int]:
     """Return the sizes that a user gave for an input, by dimension (None if the input is itself a number).
 
-    Raises: FxrematError: a dimension is not symbolic, or a size is not an integer above 1.
+    Raises:
+        FxrematError: a dimension is not symbolic, or a size is not an integer above 1.
     """
     match given:
         case bool():

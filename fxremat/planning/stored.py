@@ -42,7 +42,9 @@ T = TypeVar("T")
 def read(device: torch.device, key: str, kind: type[T], *parts: type) -> T | None:
     """Return the result that was stored under a key for a device; None if there is none, or it cannot be read.
 
-    Args: kind: the class of the result. parts: further classes that the result may contain, besides `PARTS`.
+    Args:
+        kind: the class of the result.
+        parts: further classes that the result may contain, besides `PARTS`.
     """
     content = store_of(device).get(TABLE, _digest(key))
     if content is None:

@@ -81,8 +81,10 @@ def surveyed(
 ) -> Survey:
     """Find the costs of a step's ops, and the Pareto frontier of its programs up to the budget.
 
-    Args: sliced: the rewritten graph, if ops of the step run in slices. rate: None: measure the ops. A number:
-    run nothing; ops that were never measured are estimated, and their seconds multiplied by it.
+    Args:
+        sliced: the rewritten graph, if ops of the step run in slices.
+        rate: None: measure the ops. A number: run nothing; ops that were never measured are estimated, and their
+            seconds multiplied by it.
     """
     measured = rate is None or not options.measures
     if measured:
@@ -99,7 +101,8 @@ def kept_alone(step: Step, options: Options, limit: Limit, rate: float = 1.0) ->
 
     Nothing is run either, unless the budget is in percent of the measured peak.
 
-    Args: rate: multiplies the estimated seconds of ops that were never measured.
+    Args:
+        rate: multiplies the estimated seconds of ops that were never measured.
     """
     if not options.measures or isinstance(options.budget, Percent):
         costs = facts_of(step, options, partial(order_within_limit, step, limit))
@@ -206,7 +209,8 @@ def _surveyed(
 ) -> Frontier:
     """Return the Pareto frontier of a graph; if one without op-by-op improvement is cached, improve that.
 
-    Args: once: ops that must not be recomputed: programs that run one of them twice are left out.
+    Args:
+        once: ops that must not be recomputed: programs that run one of them twice are left out.
     """
     effort = settings["effort"] if settings["solver"] == "auto" else 0.0
     if once:

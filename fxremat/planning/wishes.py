@@ -133,7 +133,8 @@ def obedient(candidates: Iterable[Candidate], once: frozenset[int]) -> tuple[Can
 def fair(frontier: Frontier, costs: Costs, once: frozenset[int]) -> Frontier:
     """Return a frontier found with the costs of `dear`, with real times, without programs that recompute `once`.
 
-    Args: costs: the real costs.
+    Args:
+        costs: the real costs.
     """
     price = STEPS * sum(costs.seconds) * len(once)
     left = Frontier(keep_all=frontier.keep_all, candidates=obedient(frontier.candidates, once))

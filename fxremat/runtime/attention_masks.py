@@ -91,8 +91,9 @@ def _is_full(mask: Tensor) -> bool:
 def _without_mask(ignores: Callable[..., bool], *, causal: bool) -> Callable[..., bool]:
     """Wrap the function of transformers that decides whether to ignore a mask, so that it gets None for a full one.
 
-    Args: ignores: the function; its arguments are the padding mask, and the numbers of queries and of keys.
-    causal: True: a mask is left out only if there are as many queries as keys.
+    Args:
+        ignores: the function; its arguments are the padding mask, and the numbers of queries and of keys.
+        causal: True: a mask is left out only if there are as many queries as keys.
     """
 
     def ignores_it(padding_mask: Tensor | None, *sizes: Any, **named: Any) -> bool:
@@ -123,10 +124,12 @@ REPLACED: Mapping[str, Callable[[Callable[..., bool]], Callable[..., bool]]] = {
 def unmark(graph: fx.Graph, names: Sequence[str]) -> list[int]:
     """Remove the marks of masks that were left out from dynamo's graph; return the indices of these inputs.
 
-    Args: names: names of the model's inputs that may be passed by position.
+    Args:
+        names: names of the model's inputs that may be passed by position.
 
-    Raises: ComputedMask: a marked mask is not (a cast or reshape of) an input whose values were checked before
-    the call, or the model has written to that input.
+    Raises:
+        ComputedMask: a marked mask is not (a cast or reshape of) an input whose values were checked before the call,
+            or the model has written to that input.
     """
     marks = graph.find_nodes(op="call_function", target=torch.ops.fxremat.masks_nothing.default)
     placeholders = graph.find_nodes(op="placeholder")
@@ -149,9 +152,11 @@ def checking(run: Callable[..., Any], places: Sequence[int]) -> Callable[..., An
     Masks are recognized by their names. After a graph break, an input with such a name may be computed by the
     model.
 
-    Args: places: indices of the inputs that are such masks.
+    Args:
+        places: indices of the inputs that are such masks.
 
-    Raises: ComputedMask: at a call in which one of these inputs masks something.
+    Raises:
+        ComputedMask: at a call in which one of these inputs masks something.
     """
 
     def call(*inputs: Any) -> Any:

@@ -142,9 +142,11 @@ def detach_outputs(module: fx.GraphModule, positions: Iterable[int]) -> fx.Graph
 class AuxiliaryOutputs:
     """A captured step, planned without gradients of its auxiliary outputs until one of them gets a gradient.
 
-    Args: module: the graph that dynamo captured; its auxiliary outputs are detached in place. outputs: the
-    result of `auxiliary_outputs_of` for the graph. differentiate: the function that compiles the graph. inputs:
-    example inputs to compile for.
+    Args:
+        module: the graph that dynamo captured; its auxiliary outputs are detached in place.
+        outputs: the result of `auxiliary_outputs_of` for the graph.
+        differentiate: the function that compiles the graph.
+        inputs: example inputs to compile for.
     """
 
     def __init__(
@@ -207,8 +209,9 @@ class _Call:
     def again(self, saved: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Run the step again as plain PyTorch; return the gradients of the inputs that require grad.
 
-        Args: saved: the inputs that `give_to_autograd` has saved. gradients: one for each of the step's
-        `positions`; None if the output got none.
+        Args:
+            saved: the inputs that `give_to_autograd` has saved.
+            gradients: one for each of the step's `positions`; None if the output got none.
         """
         saved = iter(saved)
         inputs = [_apart(next(saved) if value is _SAVED else value) for value in self.inputs]

@@ -14,8 +14,8 @@ from fxremat.ops.random import GeneratorStates
 class CallState:
     """The current state of random generators and of autocast, on the CPU and on the devices of these tensors.
 
-    Args: draws: whether the call draws random numbers; only then generators are read, which takes some
-    microseconds.
+    Args:
+        draws: whether the call draws random numbers; only then generators are read, which takes some microseconds.
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, draws: bool = True) -> None:

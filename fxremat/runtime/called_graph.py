@@ -70,9 +70,11 @@ current = _Current()
 class CalledGraph:
     """A captured graph with its programs (ways to run it), each of which can run at all sizes.
 
-    Args: joint: the graph at the sizes of the call that it was captured from. symbolic: the graph with symbolic
-    sizes; None: all its sizes are fixed. costs: the costs of the ops of `joint`. programs: the programs of
-    `joint`, fastest first.
+    Args:
+        joint: the graph at the sizes of the call that it was captured from.
+        symbolic: the graph with symbolic sizes; None: all its sizes are fixed.
+        costs: the costs of the ops of `joint`.
+        programs: the programs of `joint`, fastest first.
     """
 
     def __init__(

@@ -118,8 +118,9 @@ class Step:
     def level(self, known: int) -> int:
         """Return the bytes that are allocated now.
 
-        Args: known: bytes that belong to no call, as measured in earlier steps: used on devices that do not
-        count bytes.
+        Args:
+            known: bytes that belong to no call, as measured in earlier steps: used on devices that do not count
+                bytes.
         """
         level = self.meter.level()
         return known + self.saved if level is None else level

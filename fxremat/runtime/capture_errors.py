@@ -55,8 +55,8 @@ ADVICE = (
 def advice(trouble: str) -> str:
     """Return what to do about a failed capture, as one sentence without a full stop.
 
-    Args: trouble: the source line at which tracing stopped, and its reason.
-
+    Args:
+        trouble: the source line at which tracing stopped, and its reason.
 
     >>> advice("if dropout_probability < self.layerdrop: (Data-dependent branching)")[:20]
     'Set layerdrop to 0 i'
@@ -120,8 +120,8 @@ def refuse_opaque(graph: fx.Graph) -> None:
 def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> Exception | None:
     """Translate an error that came through dynamo to one that users can act on; None: show the original.
 
-    Args: plain_error: returns the error that the plain model raises at this call; called only if tracing
-    stopped.
+    Args:
+        plain_error: returns the error that the plain model raises at this call; called only if tracing stopped.
     """
     if isinstance(error, FxrematError):
         return error

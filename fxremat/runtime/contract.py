@@ -20,7 +20,8 @@ class Contract:
     def take(self, name: str, meta: dict[str, Any], node: fx.Node | None = None) -> None:
         """Add an input.
 
-        Args: node: the node of the joint graph that the input stands for; None if there is none.
+        Args:
+            node: the node of the joint graph that the input stands for; None if there is none.
         """
         made = self.graph.placeholder(name)
         made.meta = dict(meta)

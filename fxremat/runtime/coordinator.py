@@ -58,9 +58,11 @@ MODIFIED = (
 class Coordinator:
     """The object that runs all graph calls of a model that consists of several graphs.
 
-    Args: model: the name of the model's class. broken_at: the source line where the first graph ends, for
-    reports. device: the device that the model computes on. parameters: returns the model's parameters with
-    their names; "" for an unknown name.
+    Args:
+        model: the name of the model's class.
+        broken_at: the source line where the first graph ends, for reports.
+        device: the device that the model computes on.
+        parameters: returns the model's parameters with their names; "" for an unknown name.
     """
 
     def __init__(
@@ -88,7 +90,8 @@ class Coordinator:
     def settle(self) -> None:
         """Plan with what was measured in the last step, if its backward has ended.
 
-        Raises: BudgetTooSmall: the step's sequence of calls does not fit into the budget.
+        Raises:
+            BudgetTooSmall: the step's sequence of calls does not fit into the budget.
         """
         if self._step is not None and self._step.over:
             self._end()
@@ -103,7 +106,8 @@ class Coordinator:
     def step(self) -> Iterator[None]:
         """Begin a step; graphs that are called within this context belong to it.
 
-        Raises: BudgetTooSmall: the last step's sequence of calls does not fit into the budget; nothing has run.
+        Raises:
+            BudgetTooSmall: the last step's sequence of calls does not fit into the budget; nothing has run.
         """
         self._end()
         self.plans.renew()
@@ -141,7 +145,8 @@ class Coordinator:
     def leave(self, outputs: Iterable[Output]) -> None:
         """Record the end of the model's forward; `outputs` are those of its outputs that need a gradient.
 
-        Raises: BudgetTooSmall: the backward cannot fit, by what is known of it.
+        Raises:
+            BudgetTooSmall: the backward cannot fit, by what is known of it.
         """
         if self._step is not None:
             if not all(call.node.measured for call in self._step.calls):
@@ -175,7 +180,8 @@ class Coordinator:
     def forward(self, graph: CalledGraph, dims: Dims, primals: list[Any]) -> tuple[list[Any], torch.Tensor]:
         """Run the forward of a call; return its outputs and its token.
 
-        Raises: BudgetTooSmall: it does not fit into the budget, even if all calls drop their saved tensors.
+        Raises:
+            BudgetTooSmall: it does not fit into the budget, even if all calls drop their saved tensors.
         """
         step = self._step
         assert step is not None, "a graph was called outside of a step"
@@ -203,11 +209,13 @@ class Coordinator:
     def _make_room(self, step: Step, known: int, need: int, node: Node, keep: Call | None = None) -> None:
         """Make calls drop their saved tensors until `need` more bytes fit; the call `keep` is excepted.
 
-        Args: known: bytes that belong to no call now, as measured in earlier steps. node: the call that needs
-        the bytes.
+        Args:
+            known: bytes that belong to no call now, as measured in earlier steps.
+            node: the call that needs the bytes.
 
-        Raises: BudgetTooSmall: they do not fit even then. Not raised for a budget in percent or "min", which
-        grows with what the steps need, when the next step begins.
+        Raises:
+            BudgetTooSmall: they do not fit even then. Not raised for a budget in percent or "min", which grows with
+                what the steps need, when the next step begins.
         """
         if (mem := self.plans.mem) is None:
             return
@@ -234,8 +242,9 @@ class Coordinator:
     def backward(self, call: Call, tangents: list[Any]) -> Sequence[Any]:
         """Run the backward of a call; return the gradients.
 
-        Raises: BudgetTooSmall: it does not fit into the budget, even if all other calls drop their saved
-        tensors. RuntimeError: a tensor that it reads was changed in place, as autograd raises it.
+        Raises:
+            BudgetTooSmall: it does not fit into the budget, even if all other calls drop their saved tensors.
+            RuntimeError: a tensor that it reads was changed in place, as autograd raises it.
         """
         step, node = call.step, call.node
         unused, again = unused_outputs(), backward_keeps_graph()

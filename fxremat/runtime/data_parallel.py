@@ -40,17 +40,20 @@ def fully_shard(
 
     Args:
 
-    Args: mesh: the ranks. If it has two dimensions, parameters are sharded over the second one and replicated
-    over the first (hybrid sharding). None: all ranks. replicate: True: every rank keeps all parameters, and
-    gradients are averaged while the backward runs, as DistributedDataParallel does. Parameters and buffers
-    become those of the first rank. param_dtype: the dtype to compute in, such as torch.bfloat16; the parameters
-    themselves keep their dtype. None: the dtype of each parameter. reduce_dtype: the dtype in which gradients
-    are added up. None: the dtype of the gradients.
+    Args:
+        mesh: the ranks. If it has two dimensions, parameters are sharded over the second one and replicated over the
+            first (hybrid sharding). None: all ranks.
+        replicate: True: every rank keeps all parameters, and gradients are averaged while the backward runs, as
+            DistributedDataParallel does. Parameters and buffers become those of the first rank.
+        param_dtype: the dtype to compute in, such as torch.bfloat16; the parameters themselves keep their dtype.
+            None: the dtype of each parameter.
+        reduce_dtype: the dtype in which gradients are added up. None: the dtype of the gradients.
 
-    Returns: the model.
+    Returns:
+        the model.
 
-    Raises: FxrematError: there is no process group, the model is wrapped already, or the mesh has too many
-    dimensions.
+    Raises:
+        FxrematError: there is no process group, the model is wrapped already, or the mesh has too many dimensions.
     """
     mesh = _checked(model, mesh)
     if replicate:

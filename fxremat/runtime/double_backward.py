@@ -51,8 +51,11 @@ class Rerun:
 class TwiceDifferentiable:
     """A compiled step whose gradients can be differentiated.
 
-    Args: step: the compiled step. plain: the graph that it was compiled from. rerun: whether and how that graph
-    can run again. tell: called before it runs again.
+    Args:
+        step: the compiled step.
+        plain: the graph that it was compiled from.
+        rerun: whether and how that graph can run again.
+        tell: called before it runs again.
     """
 
     def __init__(self, step: Step, plain: Step, rerun: Rerun, tell: Callable[[], None]) -> None:
@@ -119,7 +122,8 @@ class _Call:
     def _differentiable(self, _: Sequence[Tensor | None], __: Sequence[Any]) -> Sequence[Tensor | None]:
         """Return gradients that autograd can differentiate, to replace the planned ones.
 
-        Raises: CaptureError: the step cannot run again.
+        Raises:
+            CaptureError: the step cannot run again.
         """
         self._hook.remove()
         edges = self.node().next_functions

@@ -124,14 +124,16 @@ class Reached(FxrematError):
 class Backend:
     """A dynamo backend that plans every joint graph that dynamo captures.
 
-    Attributes: plans: the latest plans, newest last; older ones go on running, but are not in the list any
-    more. until: the stage at which calls end; those that end before they run raise `Reached`. outdated: True if
-    the next call has to capture the model again. model: the name of the model's class, for reports. target: the
-    device whose kernels are captured instead of a CPU's, for plans that are not run. input_names: the names of
-    the model's inputs that may be passed by position, in order. tied: for parameters with several names, a map
-    from the other names to the one in `named_parameters()`. weights: the optimizer's parameters, if the step
-    updates them; None before the first call, or if it does not. coordinator: runs the graphs of a model that
-    consists of several; None: each graph is an entire step.
+    Attributes:
+        plans: the latest plans, newest last; older ones go on running, but are not in the list any more.
+        until: the stage at which calls end; those that end before they run raise `Reached`.
+        outdated: True if the next call has to capture the model again.
+        model: the name of the model's class, for reports.
+        target: the device whose kernels are captured instead of a CPU's, for plans that are not run.
+        input_names: the names of the model's inputs that may be passed by position, in order.
+        tied: for parameters with several names, a map from the other names to the one in `named_parameters()`.
+        weights: the optimizer's parameters, if the step updates them; None before the first call, or if it does not.
+        coordinator: runs the graphs of a model that consists of several; None: each graph is an entire step.
     """
 
     def __init__(
@@ -216,7 +218,8 @@ class Backend:
     def _traced(self, trace: Callable[[], Callable[..., Any]], inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the compiled step; trace it again while measured strides differ from those that it was traced with.
 
-        Raises: LayoutsDiffer: they still differ after `MOST_TRACES` traces.
+        Raises:
+            LayoutsDiffer: they still differ after `MOST_TRACES` traces.
         """
         for _ in range(MOST_TRACES):
             try:
@@ -308,7 +311,8 @@ class Backend:
     def prepare_weights(self, tensors: Iterable[torch.Tensor]) -> Weights | None:
         """Return the optimizer's parameters, if the step updates them; None if it does not.
 
-        Args: tensors: the inputs and parameters of a call, which show the device that the model computes on.
+        Args:
+            tensors: the inputs and parameters of a call, which show the device that the model computes on.
         """
         optimizer = self.options.stepping
         if optimizer is not None and self.weights is None:
@@ -398,8 +402,9 @@ class Backend:
     def _called(self, graph: SymbolicGraph | None, joint: Captured, coordinator: Coordinator) -> CalledGraph:
         """Measure one of the graphs of a model that consists of several, find its programs, and return it.
 
-        Raises: FxrematError: it communicates with other ranks. NotSymbolic: results have other strides than
-        traced; the graph is then captured with fixed sizes.
+        Raises:
+            FxrematError: it communicates with other ranks.
+            NotSymbolic: results have other strides than traced; the graph is then captured with fixed sizes.
         """
         if communicates(joint):
             raise FxrematError("a model that communicates with other ranks in its forward has to be one graph")
@@ -422,8 +427,9 @@ class Backend:
     def _check_layouts(self, step: Step, *, symbolic: bool = False) -> None:
         """Measure a step that is only captured, and check that results have the strides that they were traced with.
 
-        Raises: LayoutsDiffer: some results have other strides, so the step has to be traced again. NotSymbolic:
-        the same in a step of symbolic sizes, which is then captured with fixed sizes.
+        Raises:
+            LayoutsDiffer: some results have other strides, so the step has to be traced again.
+            NotSymbolic: the same in a step of symbolic sizes, which is then captured with fixed sizes.
         """
         kernels.ready()  # waits for the numba compilers in other processes, which would disturb the measurements below
         try:
@@ -497,7 +503,8 @@ class Backend:
     def _plans_of_sizes(self, graph: SymbolicGraph, joint: Captured) -> PlansOfSizes:
         """Return the planner for a graph of symbolic sizes, which plans at the sizes of each call.
 
-        Raises: NotSymbolic: a symbolic size is not the size of an input.
+        Raises:
+            NotSymbolic: a symbolic size is not the size of an input.
         """
         placeholders = self._placeholders
         places = [input_place(node) for node in graph.primals]
@@ -595,7 +602,8 @@ class _FixedStep:
     def _beside_others(self, run: Callable[[list[Any]], Any], what: str) -> Callable[[list[Any]], Any]:
         """Wrap the function of a forward or backward that communicates, so that it fails if another rank is lost.
 
-        Args: what: "forward" or "backward", for messages.
+        Args:
+            what: "forward" or "backward", for messages.
         """
         if not communicates(self.plan.graph):
             return run

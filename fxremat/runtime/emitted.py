@@ -30,8 +30,9 @@ class Emitted:
 class EmittedPrograms:
     """The generated graphs of programs, by number; the `most` that ran last are kept.
 
-    Args: outputs: the number of the forward's outputs. fresh: ops that must not overwrite an operand at some
-    size, and therefore do not at any.
+    Args:
+        outputs: the number of the forward's outputs.
+        fresh: ops that must not overwrite an operand at some size, and therefore do not at any.
     """
 
     outputs: int

@@ -39,8 +39,10 @@ def levels_of(device: torch.device) -> tuple[int, int] | None:
 class LossMeter:
     """A wrapper of a compiled step that measures the memory of the loss, which is computed outside of the step.
 
-    Args: step: the compiled step. trained: indices of the step's outputs that require grad. tell: called with
-    each measurement.
+    Args:
+        step: the compiled step.
+        trained: indices of the step's outputs that require grad.
+        tell: called with each measurement.
     """
 
     def __init__(

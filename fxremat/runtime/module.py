@@ -336,8 +336,9 @@ def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, An
 def drop_in(model: nn.Module, options: Options, target: Device | None = None) -> Rematerialized:
     """Return a module that replaces the model in all respects, and trains inside a budget.
 
-    Args: target: the device to plan for, if the module is only used to make plans; None: the module runs its
-    plans on the model's own device.
+    Args:
+        target: the device to plan for, if the module is only used to make plans; None: the module runs its plans on
+            the model's own device.
     """
     shared = _shared(model)
     method = options.method
@@ -383,8 +384,9 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
 def captured(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep:
     """Capture the step of a training call, and measure its ops; the model is neither run nor changed.
 
-    Raises: FxrematError: the model is in eval mode, or nothing in it needs a gradient. CaptureError: the model
-    is not one graph.
+    Raises:
+        FxrematError: the model is in eval mode, or nothing in it needs a gradient.
+        CaptureError: the model is not one graph.
     """
     step = _leave(module, Until.CAPTURED, args, kwargs)
     if step is None:
@@ -395,8 +397,8 @@ def captured(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, An
 def _leave(module: Any, until: Until, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep | None:
     """Make a training call that ends at the stage `until`.
 
-    Returns: the captured step if the call ended at CAPTURED; None if it ended at PLANNED, or nothing needs a
-    gradient.
+    Returns:
+        the captured step if the call ended at CAPTURED; None if it ended at PLANNED, or nothing needs a gradient.
     """
     backend, model = module._fxremat.backend, module._fxremat.model
     if not model.training:
@@ -443,8 +445,9 @@ _classes: weakref.WeakValueDictionary[tuple[type[nn.Module], str, bool], type] =
 def _class_for(model: type[nn.Module], method: str, *, shared: bool) -> type:
     """Return the class of compiled modules for models of a class, with that class's name and its method's signature.
 
-    Args: method: the name of the planned method. shared: True if parameters are sharded or replicated, so that
-    the class also gets `no_sync`.
+    Args:
+        method: the name of the planned method.
+        shared: True if parameters are sharded or replicated, so that the class also gets `no_sync`.
     """
     if (known := _classes.get((model, method, shared))) is not None:
         return known

@@ -21,9 +21,11 @@ from fxremat.torch_private import group_named, ranks_of_group
 def ranks_of(joint: Captured, called_with: str) -> Agreement:
     """Return the ranks that run this step together, able to communicate; `ALONE` if its collectives reach no other.
 
-    Args: called_with: the shapes of the inputs, for the message.
+    Args:
+        called_with: the shapes of the inputs, for the message.
 
-    Raises: FxrematError: the ranks have captured different graphs.
+    Raises:
+        FxrematError: the ranks have captured different graphs.
     """
     names = list(dict.fromkeys(name for node in joint.nodes for name in groups_of(node)))
     if not names:

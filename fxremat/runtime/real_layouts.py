@@ -32,8 +32,8 @@ Rule = Callable[..., Sequence[Any]]  # arguments of an op -> strides of its firs
 def _of_operands(*places: int) -> Rule:
     """Return the rule for an op that is implemented with TensorIterator.
 
-    Args: places: the indices of the op's arguments that are operands, in the order in which TensorIterator gets
-    them.
+    Args:
+        places: the indices of the op's arguments that are operands, in the order in which TensorIterator gets them.
     """
     return lambda *args, **_: elementwise_strides(*(args[place] for place in places))
 
@@ -107,9 +107,11 @@ def real_layouts(
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context for tracing a step in which the fake results of ops have the strides of real results.
 
-    Args: observed: key of a call (see `cost.layouts.key_of`) -> strides of its outputs; they take precedence
-    over the rules. cpu: True if ops that are traced on CPU tensors will run in CPU kernels. compiled: True if
-    Inductor will compile ops.
+    Args:
+        observed: key of a call (see `cost.layouts.key_of`) -> strides of its outputs; they take precedence over the
+            rules.
+        cpu: True if ops that are traced on CPU tensors will run in CPU kernels.
+        compiled: True if Inductor will compile ops.
     """
     rules = {**EVERYWHERE, **(CPU if cpu else {}), **(CPU_BATCH_NORM if cpu and not compiled else {})}
     known = {} if observed else _known.setdefault((cpu, compiled), {})

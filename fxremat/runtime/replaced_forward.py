@@ -28,8 +28,8 @@ def replaced_in(model: nn.Module, *, itself: bool) -> nn.Module | None:
 
     A model that is a library's wrapper (`WRAPPERS`) counts as such a module.
 
-    Args: itself: True if the model itself may be that module, since its forward was replaced before it was
-    compiled.
+    Args:
+        itself: True if the model itself may be that module, since its forward was replaced before it was compiled.
     """
     modules = (m for m in model.modules() if "forward" in vars(m) and (itself or m is not model))
     return model if type(model).__module__ in WRAPPERS else next(modules, None)

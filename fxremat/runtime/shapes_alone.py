@@ -30,7 +30,9 @@ WHAT_IF = 'look at a plan with fxremat.plan(..., costs="H100")'
 def refuse_without_data(model: nn.Module, what: str, instead: str = WHAT_IF) -> None:
     """Raise `FxrematError` if a parameter or buffer of the model has no data.
 
-    Args: what: a clause of the message that says what needs data. instead: advice for the message.
+    Args:
+        what: a clause of the message that says what needs data.
+        instead: advice for the message.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not has_data(tensor):
@@ -48,7 +50,8 @@ def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]
     The model can then be captured. If model and arguments have data, nothing is replaced, and the arguments are
     yielded unchanged. Afterwards all original tensors are put back.
 
-    Raises: FxrematError: there is no data, but costs are to be measured, or weights to be updated.
+    Raises:
+        FxrematError: there is no data, but costs are to be measured, or weights to be updated.
     """
     if options.measures:
         refuse_without_data(model, "ops are measured on real values")
@@ -76,7 +79,8 @@ def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]
 class Fakes:
     """Fake counterparts of tensors; equal tensors get the same one, so that tied parameters stay tied.
 
-    Args: device: the device of all fake tensors; None: for each, the device of its original.
+    Args:
+        device: the device of all fake tensors; None: for each, the device of its original.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

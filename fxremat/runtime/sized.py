@@ -65,9 +65,12 @@ class _Slots:
 class Sized:
     """A captured step with symbolic sizes, which provides the functions that AOTAutograd calls.
 
-    Args: graph: the joint graph with symbolic sizes. plans: makes the plan for the sizes of a call. as_called:
-    returns the arguments of the forward in the order in which dynamo captured the model's inputs. described:
-    returns the sizes of arguments in that order as text, for messages. on_plan: called with every new plan.
+    Args:
+        graph: the joint graph with symbolic sizes.
+        plans: makes the plan for the sizes of a call.
+        as_called: returns the arguments of the forward in the order in which dynamo captured the model's inputs.
+        described: returns the sizes of arguments in that order as text, for messages.
+        on_plan: called with every new plan.
     """
 
     def __init__(
@@ -137,7 +140,8 @@ class Sized:
     def choose(self, arguments: Sequence[Any]) -> int:
         """Plan for the sizes of these arguments, and return the number of the program that is chosen for them.
 
-        Raises: BudgetTooSmall: no program fits; nothing has run, and the step is unchanged.
+        Raises:
+            BudgetTooSmall: no program fits; nothing has run, and the step is unchanged.
         """
         dims, inputs = self._dims(arguments), self._as_called(arguments)
         plan = self._plans.plan(dims, inputs=inputs, called_with=self._described(inputs), choose=self._as_emitted)
@@ -190,7 +194,8 @@ class Sized:
 
         If the fastest recomputes nothing, it is always returned.
 
-        Args: fitting: the candidates that fit, fastest first.
+        Args:
+            fitting: the candidates that fit, fastest first.
         """
         if len(fitting[0].order().ops) == len(self._symbolic.ops):
             return fitting[0]

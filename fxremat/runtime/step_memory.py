@@ -57,8 +57,8 @@ class Meter(ABC):
     def leave(self, outside: int) -> None:  # noqa: B027 - most meters have nothing to do
         """Record that the forward of the model has ended.
 
-        Args: outside: bytes assumed to be allocated until the backward begins, for meters that do not count
-        them.
+        Args:
+            outside: bytes assumed to be allocated until the backward begins, for meters that do not count them.
         """
 
     def forget(self) -> None:  # noqa: B027 - most meters have nothing to do
@@ -91,7 +91,8 @@ class Unmeasured(Meter):
 class Counted(Meter):
     """A meter that reads the counters of a device's allocator.
 
-    Args: peaks: True: measure peaks too, for which the peak counter is reset at each border.
+    Args:
+        peaks: True: measure peaks too, for which the peak counter is reset at each border.
     """
 
     def __init__(self, device: torch.device, *, peaks: bool) -> None:
@@ -264,7 +265,8 @@ class Recorded(Meter):
 def meter_of(device: torch.device, *, peaks: bool) -> Meter:
     """Return a meter for a step on a device that begins now.
 
-    Args: peaks: True: all borders, and the peaks between them, have to be known after the step.
+    Args:
+        peaks: True: all borders, and the peaks between them, have to be known after the step.
     """
     kind = kind_of(device)
     if kind.can(Ability.STATISTICS):

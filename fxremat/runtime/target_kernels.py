@@ -108,7 +108,8 @@ def _takes_flash(
 def _same_heads(query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> bool:
     """Tell whether query, key and value have equal batch sizes and, unless `grouped`, equal numbers of heads.
 
-    Args: grouped: True if several heads may share a key and a value.
+    Args:
+        grouped: True if several heads may share a key and a value.
     """
     # compared one by one, since sizes may be symbolic
     batches, heads = ((query.shape[d] == key.shape[d] == value.shape[d]) for d in (0, 1))

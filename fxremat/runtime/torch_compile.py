@@ -32,8 +32,10 @@ _known: WeakKeyDictionary[object, Graphs] = WeakKeyDictionary()
 class Graphs:
     """All graphs of one function that `torch.compile` returned.
 
-    Args: call: the first call of the function. broken_at: the source line where the first graph ends; "": not
-    known. device: the device that the function computes on.
+    Args:
+        call: the first call of the function.
+        broken_at: the source line where the first graph ends; "": not known.
+        device: the device that the function computes on.
     """
 
     def __init__(self, options: Options, call: RunningCall, broken_at: str, device: torch.device) -> None:
@@ -79,7 +81,8 @@ class Graphs:
 def graphs_of(options: Options, module: fx.GraphModule, inputs: Sequence[Any]) -> Graphs | None:
     """Return the `Graphs` that the graph being compiled belongs to; None if it is the only graph of the call.
 
-    Raises: CaptureError: there are several graphs, and the options need one.
+    Raises:
+        CaptureError: there are several graphs, and the options need one.
     """
     call, place = running_call(), graph_break_after(module)
     if call is None or (call.is_whole and place is None):

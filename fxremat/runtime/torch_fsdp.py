@@ -122,8 +122,8 @@ def casts_of(model: nn.Module) -> Mapping[nn.Module, Casts]:
 def parameters_of(model: nn.Module) -> list[ShardedParameter]:
     """Return the sharded parameters of a model.
 
-    Raises: FxrematError: the shards are kept on the host, are gathered now, or are not cut along the first
-    dimension.
+    Raises:
+        FxrematError: the shards are kept on the host, are gathered now, or are not cut along the first dimension.
     """
     found = []
     for number, group in enumerate(group for state in states_of(model) for group in _groups_of(state)):
@@ -185,8 +185,9 @@ def division(dtype: torch.dtype, ranks: int, group: Any = None) -> tuple[str, fl
     They are those of FSDP2. An "avg" needs no divisor; for float16, whose range is small, a part of the
     division is done before the sum.
 
-    Args: dtype: the dtype in which gradients are reduced. group: FSDP2's group of parameters, where the user
-    may have set another divisor; None: the divisor is `ranks`.
+    Args:
+        dtype: the dtype in which gradients are reduced.
+        group: FSDP2's group of parameters, where the user may have set another divisor; None: the divisor is `ranks`.
     """
     factor = getattr(group, "gradient_divide_factor", None)
     only_sums = getattr(group, "force_sum_reduction_for_comms", False)

@@ -20,7 +20,8 @@ TIMES = 2  # two steps are run: the first captures the graphs, the second is mea
 class Buffers:
     """A copy of a model's buffers.
 
-    Args: only: the names of the buffers to copy; None: all. Running statistics of BatchNorm are always copied.
+    Args:
+        only: the names of the buffers to copy; None: all. Running statistics of BatchNorm are always copied.
     """
 
     def __init__(self, model: nn.Module, only: Set[str] | None = None) -> None:
@@ -55,7 +56,8 @@ def try_steps(
 ) -> None:
     """Run forward and backward of a model `TIMES` times, with gradients of one for all outputs.
 
-    Args: module: the compiled form of `model`, whose `method` is called.
+    Args:
+        module: the compiled form of `model`, whose `method` is called.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     states = GeneratorStates([*model.parameters(), *tensors])

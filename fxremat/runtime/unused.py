@@ -25,8 +25,9 @@ _seen = threading.local()  # .unused: indices of outputs without a gradient, pas
 def telling_unused(step: Callable[..., Sequence[Any]], trained: Sequence[int]) -> Callable[..., Sequence[Any]]:
     """Wrap a compiled step, so that its backward learns which of the trained outputs got no gradient.
 
-    Args: trained: indices of the outputs that require grad. Outputs that AOTAutograd makes outside of the step,
-    as views of another output, count as used.
+    Args:
+        trained: indices of the outputs that require grad. Outputs that AOTAutograd makes outside of the step, as
+            views of another output, count as used.
     """
 
     def call(*inputs: Any) -> Sequence[Any]:
@@ -59,8 +60,9 @@ def without(
 ) -> Sequence[Any]:
     """Replace gradients that depend only on unused outputs by None.
 
-    Args: needs: for each gradient, the indices of the outputs whose gradients it depends on. unused: indices of
-    the outputs that got no gradient.
+    Args:
+        needs: for each gradient, the indices of the outputs whose gradients it depends on.
+        unused: indices of the outputs that got no gradient.
     """
     if not unused:
         return gradients

@@ -36,7 +36,8 @@ def positional(forward: Callable[..., Any]) -> Sequence[str]:
 def by_name(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name.
 
-    Args: names: the names of the inputs that may be passed by position, in order.
+    Args:
+        names: the names of the inputs that may be passed by position, in order.
     """
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 
@@ -50,10 +51,12 @@ def mark(
 ) -> None:
     """Mark the dimensions that the option `dynamic` names on the tensors of a call, so that dynamo makes them symbolic.
 
-    Args: names: the names of the inputs of `forward` that may be passed by position.
+    Args:
+        names: the names of the inputs of `forward` that may be passed by position.
 
-    Raises: FxrematError: `dynamic` names an unknown input, one that is not a tensor, or a dimension that it
-    does not have.
+    Raises:
+        FxrematError: `dynamic` names an unknown input, one that is not a tensor, or a dimension that it does not
+            have.
     """
     if not options.ranges:
         return
@@ -88,7 +91,8 @@ def _check_known(name: str, given: Mapping[str, Any], forward: Callable[..., Any
 def warn_of_fixed(options: Options, reason: BaseException | None = None) -> None:
     """Report that sizes are taken as fixed: by a warning if the user asked for dynamic ones, else in the log.
 
-    Args: reason: the error because of which sizes cannot change; None: an option needs fixed sizes.
+    Args:
+        reason: the error because of which sizes cannot change; None: an option needs fixed sizes.
     """
     text = SLICES if options.slicing else HOST
     if reason is not None:

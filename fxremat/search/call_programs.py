@@ -89,8 +89,9 @@ def _add(found: dict[object, CallProgram], order: Order, costs: Costs) -> None:
 def judged(order: Order, costs: Costs, copies: Sequence[int] = (), held: int = 0) -> CallProgram:
     """Return the program that runs ops in this order, with its bytes and seconds. O(steps).
 
-    Args: copies: for each op, the bytes of copies of gradients into the traced strides; (): there are none.
-    held: bytes that autograd holds during the backward.
+    Args:
+        copies: for each op, the bytes of copies of gradients into the traced strides; (): there are none.
+        held: bytes that autograd holds during the backward.
     """
     graph = order.layout.graph
     sizes = replace(costs.sizes, outside=0, root=0)

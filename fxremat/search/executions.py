@@ -89,8 +89,10 @@ class Executions:
     def entries(self, ops: Ints, again: NDArray[np.bool_], split: int) -> Ints:
         """Return the executions of a program as numbers, with entries for the end of the forward and of the step.
 
-        Args: ops: the ops in the order in which they run. again: for each of them, whether it is a
-        recomputation. split: the index in `ops` of the first execution in the backward graph.
+        Args:
+            ops: the ops in the order in which they run.
+            again: for each of them, whether it is a recomputation.
+            split: the index in `ops` of the first execution in the backward graph.
         """
         moments = 3 * self._count + np.arange(3)
         late = np.arange(ops.size) >= split

@@ -106,8 +106,10 @@ class Node:
     def assume(self, level: int | None, saved: int, last: Node | None) -> None:
         """Raise the numbers of a call that was not measured yet to likely ones, when its forward begins.
 
-        Args: level: bytes that are alive now; None: not known. saved: bytes that the earlier calls of the step
-        have saved. last: the call before this one, if there is one.
+        Args:
+            level: bytes that are alive now; None: not known.
+            saved: bytes that the earlier calls of the step have saved.
+            last: the call before this one, if there is one.
         """
         made = sum(self.outputs.values())
         if level is not None:
@@ -149,8 +151,9 @@ class Node:
 def kept(program: CallProgram, outputs: Mapping[int, int], held: frozenset[int]) -> int:
     """Return the bytes that a program keeps for its backward.
 
-    Args: outputs: bytes of each output that the graph allocates, by value. held: outputs that stay alive until
-    then anyway.
+    Args:
+        outputs: bytes of each output that the graph allocates, by value.
+        held: outputs that stay alive until then anyway.
     """
     return program.saved + sum(outputs.get(value, 0) for value in program.outputs - held)
 
@@ -211,7 +214,8 @@ def _searched(root: Node, mem: int) -> float:
 def _choose(node: Node, below: NDArray[np.float64], mem: int) -> NDArray[np.float64]:
     """Choose a node's program for each level of saved bytes; return the expected seconds from this call on, by level.
 
-    Args: below: the expected seconds of the calls after it, by the level of bytes saved until then.
+    Args:
+        below: the expected seconds of the calls after it, by the level of bytes saved until then.
     """
     unit = mem / LEVELS
     before = np.arange(LEVELS + 1) * unit

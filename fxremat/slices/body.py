@@ -41,10 +41,14 @@ HALF = (torch.float16, torch.bfloat16)
 class Region:
     """A group of ops that is to run in slices, as nodes of the graph that they are part of.
 
-    Attributes: inputs: the nodes that it reads. steps: its ops and views, in order. outputs: the values that it
-    computes and other ops read. labels: how its inputs and values are cut: see `slices.labels`. count: number
-    of rows along the axis that is cut (tokens, images, ...). parts: the number of slices. wide: True:
-    accumulate sums of half precision in float32.
+    Attributes:
+        inputs: the nodes that it reads.
+        steps: its ops and views, in order.
+        outputs: the values that it computes and other ops read.
+        labels: how its inputs and values are cut: see `slices.labels`.
+        count: number of rows along the axis that is cut (tokens, images, ...).
+        parts: the number of slices.
+        wide: True: accumulate sums of half precision in float32.
     """
 
     inputs: tuple[fx.Node, ...]

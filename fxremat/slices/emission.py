@@ -38,9 +38,11 @@ def emitted(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return function, arguments and keyword arguments of a node for a slice of `rows` rows.
 
-    Args: node: the node in the region (the group of ops that runs in slices). made: returns the slice's node
-    for a node of the region. labels: how every node is cut: see `slices.labels`. count: number of rows of the
-    entire axis.
+    Args:
+        node: the node in the region (the group of ops that runs in slices).
+        made: returns the slice's node for a node of the region.
+        labels: how every node is cut: see `slices.labels`.
+        count: number of rows of the entire axis.
     """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), made)
     name, at = name_of(node), _place(node, labels, count)

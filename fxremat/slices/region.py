@@ -36,7 +36,8 @@ Label = Part | tuple[Part, ...]
 class Blocked(Exception):
     """Raised if no region can be cut along an axis; the message says which op prevents it.
 
-    Attributes: reached: number of ops in the region by then, which tells how close it came.
+    Attributes:
+        reached: number of ops in the region by then, which tells how close it came.
     """
 
     reached = 0
@@ -173,8 +174,9 @@ class _Growing:
     def _between(self, *, same_part: bool) -> list[fx.Node]:
         """List ops outside the region that depend on its values, and on which its ops depend, directly or indirectly.
 
-        Args: same_part: True: list ops between two ops of the forward, or of the backward; False: between
-        forward and backward.
+        Args:
+            same_part: True: list ops between two ops of the forward, or of the backward; False: between forward and
+                backward.
         """
         late = self.values.late
         parts = ((False, False), (True, True)) if same_part else ((False, True),)
@@ -192,8 +194,9 @@ class _Growing:
     ) -> set[fx.Node]:
         """Return the nodes that are reached from the region's ops of the backward, if `late`, or of the forward.
 
-        Args: nodes: all nodes, in the order in which to visit them. following: returns the nodes from which a
-        node is reached.
+        Args:
+            nodes: all nodes, in the order in which to visit them.
+            following: returns the nodes from which a node is reached.
         """
         found = {op for op in self.ops if (op in self.values.late) == late}
         for node in nodes:

@@ -45,11 +45,16 @@ MANY_OUTPUTS = 16  # an output is returned in any case if it is smaller than the
 class SlicedRegion:
     """The description of a region (group of ops) that runs in slices, for messages.
 
-    Attributes: parts: number of slices. rows: number of rows of a slice. inside: True if gradients are computed
-    in the forward. ops: names of the ops of the joint graph that run in slices. where: the module, or the line
-    of code, whose value was too large. sums: number of results that are sums over the slices. summed: the
-    modules, or names, of the ops whose sums have more than one number. summed_in: the dtypes in which sums of
-    more than one number are accumulated. wide: True if sums of half precision are accumulated in float32.
+    Attributes:
+        parts: number of slices.
+        rows: number of rows of a slice.
+        inside: True if gradients are computed in the forward.
+        ops: names of the ops of the joint graph that run in slices.
+        where: the module, or the line of code, whose value was too large.
+        sums: number of results that are sums over the slices.
+        summed: the modules, or names, of the ops whose sums have more than one number.
+        summed_in: the dtypes in which sums of more than one number are accumulated.
+        wide: True if sums of half precision are accumulated in float32.
     """
 
     parts: int
@@ -67,10 +72,12 @@ class SlicedRegion:
 class Slicing:
     """Settings for choosing regions (groups of ops) and running them in slices; equal graphs are always cut alike.
 
-    Attributes: target: bytes that an op may read and write, without parameters. most: largest number of slices
-    of a region. inside: True: compute gradients in the forward if that is possible. wide: True: accumulate sums
-    of half precision in float32. only_loss: True: instead of large outputs other than the loss, return NaN in
-    their shapes.
+    Attributes:
+        target: bytes that an op may read and write, without parameters.
+        most: largest number of slices of a region.
+        inside: True: compute gradients in the forward if that is possible.
+        wide: True: accumulate sums of half precision in float32.
+        only_loss: True: instead of large outputs other than the loss, return NaN in their shapes.
     """
 
     target: int
@@ -183,7 +190,8 @@ class _Slicer:
     def _cut(self, values: Values, op: fx.Node, skipped: Set[tuple[int, int]] = frozenset()) -> None:
         """Replace the ops of the best region around an op by ops that run it in slices. Raises `Blocked`.
 
-        Args: skipped: axes along which the replacement has failed.
+        Args:
+            skipped: axes along which the replacement has failed.
         """
         finest: tuple[int, Found, int] | None = None
         for found in find(values, op):

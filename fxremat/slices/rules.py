@@ -6,7 +6,6 @@
     mm, inner      a, b cut              ->  sum           sum over the axis    cut    ->  sum
     pointwise      all cut, or broadcast ->  cut           convolution          batch  ->  batch, sums of weights
 
-
 An op has several ways if its inputs can be cut along several axes. An op without a rule cannot run in slices,
 and is named in the message if that keeps a region from being cut. The tests compare each rule with the uncut op
 on real tensors, and with DTensor's strategies where these can express the same.
@@ -175,8 +174,9 @@ def _cut(
 ) -> Way | None:
     """Return a way that cuts inputs and outputs along single dimensions, all with the same number of elements in a row.
 
-    Args: pairs: inputs, each with the dimension that is cut, or None if the input is not cut. outputs: for each
-    output, (tensor, dimension that is cut), or its label if it is not cut.
+    Args:
+        pairs: inputs, each with the dimension that is cut, or None if the input is not cut.
+        outputs: for each output, (tensor, dimension that is cut), or its label if it is not cut.
     """
     each: set[int] = set()
     cut: list[tuple[Any, Part]] = []

@@ -24,9 +24,11 @@ def variants(
 ) -> Iterator[SlicedJoint]:
     """Yield joint graphs with regions in slices, each different from those before; none if no op can run in slices.
 
-    Args: mem: the budget in bytes. most: largest number of slices of a region. reduce: "same": sums of half
-    precision are accumulated in half precision, else in float32; None: try both. only_loss: True: the forward
-    returns NaN instead of large outputs besides its loss.
+    Args:
+        mem: the budget in bytes.
+        most: largest number of slices of a region.
+        reduce: "same": sums of half precision are accumulated in half precision, else in float32; None: try both.
+        only_loss: True: the forward returns NaN instead of large outputs besides its loss.
     """
     need = largest_need(joint)
     first = max(1, min(int(SHARE * mem), need // FEWEST))

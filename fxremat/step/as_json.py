@@ -28,8 +28,9 @@ class Unreadable(Exception):
 def written(value: Any, shared: Iterable[type] = (), instead: Instead | None = None) -> Any:
     """Return `value` as nested lists, dicts, numbers and strings, which `json.dumps` accepts. O(its size).
 
-    Args: shared: classes whose objects are written in full only once. instead: for some classes, a function
-    from an object to the one that is written instead.
+    Args:
+        shared: classes whose objects are written in full only once.
+        instead: for some classes, a function from an object to the one that is written instead.
     """
     return _Writer(tuple(shared), instead or {}).write(value)
 
@@ -69,10 +70,12 @@ class _Writer:
 def read(content: Any, classes: Iterable[type], instead: Instead | None = None) -> Any:
     """Rebuild the value that `written` turned into `content`. O(its size).
 
-    Args: classes: dataclasses and enums that it may contain. instead: for some classes, a function from a
-    rebuilt object to the one that is returned instead.
+    Args:
+        classes: dataclasses and enums that it may contain.
+        instead: for some classes, a function from a rebuilt object to the one that is returned instead.
 
-    Raises: Unreadable: `content` names another class, or an object's fields are not those of its class.
+    Raises:
+        Unreadable: `content` names another class, or an object's fields are not those of its class.
     """
     return _Reader({each.__name__: each for each in classes}, instead or {}).read(content)
 

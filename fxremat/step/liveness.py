@@ -56,8 +56,9 @@ def live_bytes(
 ) -> Memory:
     """Replay the allocations of a program, and return the bytes that are allocated during each step. O(steps).
 
-    Args: at_hand: bytes of the versions that exist before the first step, for a part of a step; None: an entire
-    step. kept: numbers of values that stay alive to the end, besides those that the step returns.
+    Args:
+        at_hand: bytes of the versions that exist before the first step, for a part of a step; None: an entire step.
+        kept: numbers of values that stay alive to the end, besides those that the step returns.
     """
     changes = _changes(program, sizes, at_hand, kept)
     live, during, split_bytes = changes.start, [], changes.start

@@ -129,7 +129,8 @@ class Order:
 def order_of(layout: Layout, schedule: Schedule) -> Order:
     """Return the order in which a schedule of blocks executes ops. O(steps * reads).
 
-    Raises: InvalidSchedule: an op needs a value that the schedule does not keep.
+    Raises:
+        InvalidSchedule: an op needs a value that the schedule does not keep.
     """
     replay = _OrderReplay(layout)
     for op in schedule.ops:
