@@ -56,17 +56,17 @@ class InductorPartitioner(CustomPartitionerFn):
         self._partitioner = Partitioner(once, pipeline="for compilers")
 
     def fit(self, step: Callable[[], Any]) -> int:
-        """Run a training step by torch.compile, and plan for less until its real peak fits; return that, in bytes.
+        """Run a training step by torch.compile, and plan for less memory until its real peak fits; return it in bytes.
 
             within = InductorPartitioner("4GiB")
             with inductor_config.patch(custom_partitioner_fn=within):
                 compiled = torch.compile(model)
                 within.fit(lambda: compiled(x).backward())
 
-        Each try forgets all that torch.compile has compiled, and compiles again.
+        Each try resets torch.compile and compiles again.
 
         Args:
-            step: forward and backward of the compiled model. Gradients that are there are added to.
+            step: runs forward and backward of the compiled model; it accumulates into existing gradients.
 
         Raises:
             BudgetTooSmall: the real peak does not fit after `TRIES` tries; or no program fits.

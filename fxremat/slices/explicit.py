@@ -89,7 +89,7 @@ def _loss_by_rows(node: fx.Node) -> None:
 def _added_as_whole(
     write: _Before, op: Any, losses: fx.Node, target: fx.Node, _: None, reduction: int, ignored: int
 ) -> tuple[fx.Node, fx.Node]:
-    """Add up losses of rows by the op itself, given as losses of a single class; return (loss, total weight).
+    """Add up the losses of rows by the loss op itself, as losses of one class; return (loss, total weight).
 
     So the sum and the division are those of the original op, bit for bit.
     """

@@ -255,7 +255,7 @@ class _Slicer:
 
 
 def _is_left_out(values: Values, node: fx.Node, need: int) -> bool:
-    """Tell whether an output is a large floating-point tensor that the forward makes, and overwrites nothing."""
+    """Tell whether an output is a large floating-point tensor that the forward computes, and overwrites no input."""
     value = values.joint.value_of.get(node)
     shown = node.meta.get("val")
     return (

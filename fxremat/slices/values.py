@@ -14,10 +14,10 @@ from fxremat.slices.body import Sliced
 
 
 class Values:
-    """The values of a joint graph by node: a value is the node that makes a storage, or selects it from its op.
+    """The values of a joint graph as nodes: a value is the node that allocates a storage, or the getitem selecting it.
 
     Attributes:
-        late: the nodes of the backward, gradients that are handed in included.
+        late: the nodes of the backward, including the incoming gradients.
     """
 
     def __init__(self, joint: Captured) -> None:
@@ -87,6 +87,6 @@ class Values:
         return [user for user in dict.fromkeys(every) if user in self.op_of or user.op == "output"]
 
     def need(self, op: fx.Node) -> int:
-        """Return the bytes that an op reads and writes, without parameters and inputs; no plan needs fewer bytes."""
+        """Return the bytes that an op reads and writes, without parameters and inputs, which bound any plan's peak."""
         values = {*self.read_by(op), *self.made_by(op)}
         return sum(self.bytes(value) for value in values if value.op == "call_function")

@@ -1,10 +1,10 @@
-"""Plans for steps that hold weights, gradients, optimizer state and activations inside the budget.
+"""Plans for steps whose budget covers weights, gradients, optimizer state and activations.
 
-    sources    programs of the survey, from keep-all (no recomputation) to programs that recompute much
-    each       with the weight updates added, and as little sent to the host as makes it fit (`transfers.weights`)
-    chosen     the fastest by the simulated times (`transfers.clock`)
+    sources    programs of the Pareto frontier, from keep-all (no recomputation) to programs that recompute much
+    each       with the weight updates added, and as little copied to the host as makes it fit (`transfers.weights`)
+    chosen     the fastest by simulated times (`transfers.clock`)
 
-Weights and activations share the budget; trying several sources finds how.
+How weights and activations share the budget is found by trying several sources.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.activations import least_size, trips
 from fxremat.transfers.weights import Choice, choose, hosted, update_inside
 
-SOURCES = 16  # programs that are tried
-SPARE = (1.0, 0.95, 0.9)  # shares of the budget into which the choice has to fit: smaller ones mean fewer waits
+SOURCES = 16  # number of programs that are tried
+SPARE = (1.0, 0.95, 0.9)  # fractions of the budget for which copies are chosen; smaller ones mean less waiting
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
     """A plan for a step that updates its weights."""
 
-    candidate: Candidate  # its program has the updates and copies of parameters
+    candidate: Candidate  # a candidate whose program includes the updates and copies of parameters
     choice: Choice
-    minimum: int  # bytes: the least peak of any plan
+    minimum: int  # least peak of any plan in bytes
 
 
 def best_within(
@@ -57,7 +57,7 @@ def best_within(
         BudgetTooSmall: no plan fits; `.minimum` is the least that some plan needs.
     """
     best: Trained | None = None
-    tightest: Trained | None = None  # all that can be is on the host, and comes at the last moment
+    tightest: Trained | None = None  # the plan with everything possible on the host, copied back at the last moment
     least: int | None = None
     smallest = least_size(frontier.keep_all.peak)
     for source in frontier.spread(SOURCES):
@@ -87,7 +87,7 @@ def best_within(
     assert tightest is not None
     if best is None and budget < least:
         raise BudgetTooSmall(minimum=least, budget=budget)
-    best = best or tightest  # if early copies leave no room, the plan of the least budget is the best
+    best = best or tightest  # if copies that start early do not fit, the plan with the least peak is the best
     return replace(best, minimum=min(least, best.candidate.peak))
 
 
@@ -96,5 +96,5 @@ def _trained(source: Candidate, choice: Choice, swapped: ProgramWithTransfers) -
 
 
 def resident_peak(candidate: Candidate, units: Sequence[ParameterUpdate], costs: Costs) -> int:
-    """Return the peak in bytes of a candidate's step with its updates, with all weights and state on the device."""
+    """Return the peak in bytes of a candidate's step with its updates, if all weights and state are on the device."""
     return live_bytes(update_inside(candidate.program(), units), costs.sizes).peak
