@@ -251,7 +251,7 @@ def _grouped(program: Program, sizes: Sizes, stay: Set[int]) -> Units:
 
 
 def _group_to_join(groups: _Groups, large: Set[int], behind: int, *, near: bool) -> int | None:
-    """Return the last group from `behind` on with which a step shares one of its `large` values; None if there is none.
+    """Return the last group, from index `behind` on, that shares one of the `large` values with a step; else None.
 
     `near`: consider only the very last group.
     """

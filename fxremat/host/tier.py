@@ -9,7 +9,7 @@
 memory: autograd keeps the tensor between forward and backward, and whatever happens (an exception, a backward
 that never runs, two forwards in a row), the memory returns to the pool when the tensor is gone.
 
-    PinnedTier   for accelerators: pinned memory, and a side stream for each direction and device; torch pools the memory
+    PinnedTier   for accelerators: pinned memory, pooled by torch, and a side stream for each direction and device
     FileTier     for any device: memory-mapped files without a name, and a thread for each direction
 
 The copies of one direction run in order, and their sources and targets are kept alive until they have ended: an

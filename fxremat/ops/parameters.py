@@ -5,14 +5,14 @@
     release(w)                    waits until that copy has ended
     prefetch_state, wait_for_state, release_state     the same for the parameter's optimizer state, around the update
 
-Graphs name parameters by their number: the index among the optimizer's parameters. An update is the `step` of a second
-optimizer of the user's class, which holds one parameter and has the user's current settings (learning rates may
-change), so its bits are those of the plain step. Its state belongs to the user's optimizer: `optimizer.state_dict()`
-has it, on the host if the parameter lives there.
+Generated graphs refer to parameters by their index in the optimizer. An update is the `step` of a second
+optimizer of the user's class, which has one parameter and the user's current settings (learning rates may
+change), so that its bits are those of the plain step. Its state belongs to the user's optimizer:
+`optimizer.state_dict()` contains it, on the host if the parameter lives there.
 
-Between steps a hosted parameter is an ordinary CPU tensor in the host's memory, to be read, saved and loaded. While the
-forward is called it looks like a tensor of the device that has no memory, so that a model whose parameters never were
-on the device is captured as one whose parameters are.
+Between steps a parameter on the host is an ordinary CPU tensor, to be read, saved and loaded. During the
+forward it looks like a tensor of the device that has no memory, so that the model can be captured although its
+parameters never were on the device.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from fxremat.host.tier import HostTier
 from fxremat.ops.spent import Spent
 from fxremat.torch_private import shell_of, storage_of, without_memory
 
-USUAL = frozenset(  # settings of optimizers that change numbers, and no bytes
+USUAL = frozenset(  # settings of optimizers that do not affect how many bytes they need
     ("lr", "betas", "eps", "weight_decay", "momentum_decay", "alpha", "lr_decay", "etas", "step_sizes", "dampening")
 )
-ELEMENTWISE = (  # their step of one parameter depends on that one alone, element by element
+ELEMENTWISE = (  # optimizers whose update of a parameter depends on no other parameter, element by element
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -53,7 +53,7 @@ _known: weakref.WeakValueDictionary[str, Weights] = weakref.WeakValueDictionary(
 
 
 def kind_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Return an optimizer's class with the settings that are switched on, which decide how large its state is.
+    """Return an optimizer's class with the settings that are switched on, which determine the size of its state.
 
     >>> kind_of_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9))
     'SGD(momentum)'
@@ -76,8 +76,8 @@ class Weights:
     """The parameters of an optimizer, which a step updates one by one, and which may live on the host.
 
     Args:
-        tier: where they live on the host.
-        device: where the model computes.
+        tier: the storage on the host.
+        device: the device that the model computes on.
 
     Raises:
         FxrematError: the optimizer's update of one parameter may depend on others.
@@ -88,20 +88,21 @@ class Weights:
         self.name = f"weights-{next(_numbers)}"
         _known[self.name] = self
         self.optimizer, self.tier, self.device = optimizer, tier, device
-        self.hosted: dict[int, torch.Tensor] = {}  # by number: the memory on the host of a parameter
-        self._shells: dict[int, torch.Tensor] = {}  # by number: the tensor that the parameter shows to the forward
-        self._homes: set[int] = set()  # addresses of memory on the host; parameters and state keep it alive
+        self.hosted: dict[int, torch.Tensor] = {}  # index of a parameter -> its memory on the host
+        # index of a parameter -> the tensor without memory that it shows to the forward
+        self._shells: dict[int, torch.Tensor] = {}
+        self._homes: set[int] = set()  # addresses of memory on the host, which parameters and state keep alive
         self._single: dict[int, tuple[torch.optim.Optimizer, nn.Parameter]] = {}
-        self._coming: dict[int, dict[str, torch.Tensor]] = {}  # state that is being copied to the device
-        self._leaving: dict[int, dict[str, torch.Tensor]] = {}  # state that is being copied to the host
-        self._going: dict[int, torch.Tensor] = {}  # new parameters that are being copied to the host
-        self.updated: set[int] = set()  # numbers of parameters that the last backward has updated
-        self._all = self.parameters()  # as of the beginning of the step
-        self._watching = False  # whether a hook on the user's optimizer's step is registered
+        self._coming: dict[int, dict[str, torch.Tensor]] = {}  # optimizer state that is being copied to the device
+        self._leaving: dict[int, dict[str, torch.Tensor]] = {}  # optimizer state that is being copied to the host
+        self._going: dict[int, torch.Tensor] = {}  # updated parameters that are being copied to the host
+        self.updated: set[int] = set()  # indices of the parameters that the last backward has updated
+        self._all = self.parameters()  # the optimizer's parameters at the beginning of the step
+        self._watching = False  # True once a hook on the user's optimizer's step is registered
         self._process = os.getpid()
 
     def _stepped(self) -> None:
-        """Run before the user's `optimizer.step()`: updates are done already, so let it find no gradients."""
+        """Clear gradients before the user's `optimizer.step()`, since the updates have been done already."""
         self.updated.clear()
         for parameter in self.parameters():
             if isinstance(parameter.grad, Spent):
@@ -120,7 +121,7 @@ class Weights:
         self._send_states_home()
 
     def _watch(self) -> None:
-        """Register a hook on the user's `optimizer.step`, once, as long as this object lives."""
+        """Register a hook on the user's `optimizer.step`, once; it is removed together with this object."""
         if self._watching:
             return
         self._watching, myself = True, weakref.ref(self)
@@ -135,11 +136,11 @@ class Weights:
     def telling_what_is_new(self) -> Iterator[None]:
         """Add a note to an exception in a backward: how many parameters were updated before it.
 
-        Afterwards, with an exception or without, all copies to the host have ended.
+        When the context ends, with or without an exception, all copies to the host have ended.
         """
         try:
             yield
-            self.tier.synchronize()  # so that code which reads parameters between steps reads new ones
+            self.tier.synchronize()  # so that code between steps reads the new parameters
         except BaseException as error:
             count, all_of = len(self.updated), len(self.parameters())
             error.add_note(
@@ -150,7 +151,7 @@ class Weights:
             raise
 
     def _abandon(self) -> None:
-        """Wait for unfinished copies, after an exception."""
+        """Wait for unfinished copies after an exception."""
         self.updated.clear()
         for number in list(self._going):
             self.release(self._going[number], number)
@@ -181,7 +182,8 @@ class Weights:
             if number not in hosted and parameter.device != self.device:
                 parameter.data = parameter.data.to(self.device)
                 self._bring_state(parameter)
-            elif number not in hosted and storage_of(parameter) in left:  # it would keep all of that storage
+                # otherwise it would keep the entire shared storage alive
+            elif number not in hosted and storage_of(parameter) in left:
                 parameter.data = _moved(parameter.data, self.device)
         self._send_states_home()
 
@@ -199,7 +201,7 @@ class Weights:
         return next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
 
     def _leave_parent(self) -> None:
-        """Copy hosted memory in a forked child, since the files are the parent's."""
+        """Copy parameters on the host in a forked child, since the files belong to the parent."""
         if self._process == os.getpid():
             return
         self._process, parameters = os.getpid(), self.parameters()
@@ -220,7 +222,7 @@ class Weights:
 
     @contextlib.contextmanager
     def seen_on_the_device(self) -> Iterator[None]:
-        """Show parameters that are on the host as tensors of the device without memory, inside this context."""
+        """Within this context, show parameters that are on the host as tensors of the device without memory."""
         parameters = self.parameters()
         there = {number: parameters[number].data for number in self.hosted}
         shells = {number: self._shells[number] for number in self.hosted}
@@ -237,7 +239,7 @@ class Weights:
                 parameters[number].data = data
 
     def _take_replaced(self) -> None:
-        """Copy new data that was assigned to a hosted parameter into its memory on the host."""
+        """Copy data that was newly assigned to a parameter on the host into its memory there."""
         parameters = self.parameters()
         for number, home in self.hosted.items():
             parameter = parameters[number]
@@ -251,7 +253,8 @@ class Weights:
                 parameter.data = home
 
     def _send_states_home(self) -> None:
-        """Move state of hosted parameters to the host, such as state from `optimizer.load_state_dict`."""
+        """Move optimizer state of parameters on the host to the host, such as state from `optimizer.load_state_dict`.
+        """
         parameters = self.parameters()
         for number in self.hosted:
             state = self.optimizer.state.get(parameters[number], {})
@@ -259,7 +262,7 @@ class Weights:
                 state[key] = self._home(value)
 
     def _home(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself if it is on the host already, else a copy there."""
+        """Return the tensor itself if it is on the host already, else a copy of it there."""
         if tensor.data_ptr() in self._homes:
             return tensor
         host = self._place_for(tensor)
@@ -281,7 +284,7 @@ class Weights:
         return back
 
     def release(self, weight: torch.Tensor, number: int) -> None:
-        """Wait for the copy to the host of an updated parameter; the caller then drops its reference to `weight`."""
+        """Wait for the copy of an updated parameter to the host; the caller then drops its reference to `weight`."""
         self._going.pop(number, None)
         self.tier.release(self.hosted[number])
 
@@ -314,7 +317,7 @@ class Weights:
         single, shell = self._single_for(number, weight)
         shell.data, shell.grad = weight, gradient
         state = self.optimizer.state[parameter]
-        counts = {  # as they were: reading one that is on the device would wait for all issued work
+        counts = {  # saved values of the step counts; reading one on the device would wait for all submitted work
             key: value.item() if value.device.type == "cpu" else value.clone()
             for key, value in _counts(state).items()
         }
@@ -352,7 +355,7 @@ class Weights:
     def _store(self, weight: torch.Tensor, after: dict[str, Any], number: int) -> None:
         """Begin to copy an updated parameter and its state to the host.
 
-        Memory is allocated first, which can fail: a parameter is all old or all new.
+        Memory is allocated first, which can fail: a parameter is either entirely old or entirely new.
 
         Args:
             after: the state after the update.
@@ -380,12 +383,12 @@ class Weights:
 
 
 def _counts(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the step counts in an optimizer state: tensors of one number, which the optimizer changes in place."""
+    """Return the step counts in an optimizer state: tensors with one number, which the optimizer changes in place."""
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not value.dim()}
 
 
 def _large(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the state tensors of the parameter's shape, which are large enough to be worth copying."""
+    """Return the state tensors with the parameter's shape, which are large enough to be worth copying."""
     return {
         key: value
         for key, value in state.items()
@@ -394,13 +397,13 @@ def _large(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy on the device, in memory of its own."""
+    """Return a copy on the device, in a storage of its own."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return copy.copy_(tensor)
 
 
 def check_unscaled(gradients: Sequence[torch.Tensor]) -> None:
-    """Raise `FxrematError` if the loss was scaled before its backward: the updates would then be wrong.
+    """Raise `FxrematError` if the loss was scaled before its backward, since the updates would then be wrong.
 
     Args:
         gradients: the gradients of the model's scalar outputs. One output is the loss; others may be unused or
@@ -419,7 +422,7 @@ def check_unscaled(gradients: Sequence[torch.Tensor]) -> None:
 
 
 def weights_named(name: str) -> Weights:
-    """Return the `Weights` of this name. Raises `FxrematError` if they are gone."""
+    """Return the `Weights` with this name. Raises `FxrematError` if it does not exist any more."""
     found = _known.get(name)
     if found is None:
         raise FxrematError(f"the parameters {name} are gone; keep the module that fxremat.compile returned")

@@ -78,7 +78,10 @@ class _Cut:
     each: int
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor with these dimensions flattened into the last of them, the others 1: a view, or a copy."""
+        """Return the tensor with these dimensions flattened into the last one, the others having size 1.
+
+        A view or a copy.
+        """
         if self.dims == 1:
             return tensor
         flat = tensor.flatten(self.dim, self.dim + self.dims - 1)

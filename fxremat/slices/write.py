@@ -191,10 +191,10 @@ class Writer:
         place: fx.Node,
         early: dict[fx.Node, fx.Node] | None = None,
     ) -> tuple[fx.Node, list[fx.Node], list[fx.Node]]:
-        """Insert an op, before `place`, that runs these ops in slices; return it, the outputs, and their new nodes.
+        """Insert an op before `place` that runs these ops in slices; return its node, the outputs and their new nodes.
 
         Args:
-            early: copies, in the forward, of nodes of the backward, which are read in their place.
+            early: backward node -> copy of it in the forward, which is read instead.
         """
         if not outputs:
             raise Blocked(f"nothing reads what {place.name} makes")

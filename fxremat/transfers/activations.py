@@ -171,7 +171,8 @@ def swap(program: Program, chosen: Sequence[RoundTrip], costs: Costs, link: Link
 
 
 def most_on_host(program: Program, costs: Costs, link: Link) -> int:
-    """Return the most bytes of values on the host at a time; each counts from begin of copy out to end of copy in."""
+    """Return the peak of bytes on the host; a value counts from the beginning of its copy out to its copy back's end.
+    """
     there: dict[int, int] = {}
     now = most = 0
     for step in program.steps:

@@ -1,7 +1,7 @@
 """A simulation, compiled by numba, of a program with copies to the host: when steps and copies run and wait.
 
     copy out    starts after the step at `starts`; after the step at `leaves` nothing on the device reads the value
-    release     frees the value's memory once its copy out has ended; a step that needs the memory earlier waits for that
+    release     frees the value's memory once its copy out has ended; a step that needs it earlier waits for that
     copy in     starts, from the step at `begins` on, as soon as the value fits into memory at all steps up to its first
                 reader, and the link becomes free before the step ends; values are copied in the order of first readers
     wait        for the end of the copy in, before the first reader, at `first`

@@ -49,7 +49,7 @@ def beside_ops(graph: StepGraph, costs: Costs) -> Costs:
 
 
 def with_overlap(frontier: Frontier, costs: Costs, budget: int) -> Frontier:
-    """Return the frontier with communication that overlaps with ops, within each candidate's peak and in the budget.
+    """Return the frontier with communication overlapping with ops, within each candidate's own peak and the budget.
 
     Args:
         costs: the measured costs; the times of the candidates may come from the reduced costs of `beside_ops`.

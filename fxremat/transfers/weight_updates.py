@@ -45,16 +45,16 @@ def best_within(
     values_too: bool = False,
     host_mem: int | None = None,
 ) -> Trained:
-    """Return the fastest plan whose peak, with weights and state on the device, is within `budget` bytes.
+    """Return the fastest plan whose peak, with weights and optimizer state on the device, is within `budget` bytes.
 
     Args:
         units: the cost of each parameter's update.
-        settled: the parameters that live on the host, if an earlier plan has chosen them; None: they are chosen here.
-        values_too: whether forward values may wait on the host as well.
+        settled: the parameters that an earlier plan has moved to the host; None: they are chosen here.
+        values_too: True: activations may be copied to the host as well.
         host_mem: bytes that may be on the host at a time. None: no limit.
 
     Raises:
-        BudgetTooSmall: no plan fits; `.minimum` is the least that some plan needs.
+        BudgetTooSmall: no plan fits; `.minimum` is the least budget of any plan.
     """
     best: Trained | None = None
     tightest: Trained | None = None  # the plan with everything possible on the host, copied back at the last moment

@@ -76,7 +76,7 @@ def update_inside(program: Program, units: Iterable[ParameterUpdate]) -> Program
 
 @dataclass(frozen=True)
 class _Visits:
-    """The positions of the first and last step that use a parameter, in the forward (None: none) and the backward."""
+    """The indices of the first and last step that read a parameter, in the forward (None if none does) and backward."""
 
     forward: tuple[int, int] | None
     backward: tuple[int, int]
