@@ -31,7 +31,7 @@ from fxremat.step.step_graph import StepGraph
 from fxremat.what_if import Comparison, Devices, compared
 
 
-def compile(  # the name users know from torch.compile
+def compile(  # users know the name from torch.compile
     model: nn.Module,
     mem: int | str | None = None,
     *,
@@ -107,7 +107,7 @@ def compare(
     solver: str = "auto",
     **options: Unpack[PlanOptions],
 ) -> Comparison:
-    """Plan the step for several devices by estimate; the model is neither run nor changed. It prints as a table.
+    """Estimate the plans of a step for several devices; the model is neither run nor changed.
 
         fxremat.compare(model, (x,), ["A100", "H200"], mem="auto")       does it fit, and how fast is it?
 

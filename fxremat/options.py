@@ -1,4 +1,4 @@
-"""All that a user can set: typed, checked once, and the same for all functions that take options.
+"""The options that users can set for planning: typed, checked once, and shared by all functions that take options.
 
     options = options_of(mem="4GiB", offload=True, search=Search(seconds=3))
     def compile(model, mem, *, solver="auto", **options: Unpack[CompileOptions])
@@ -33,10 +33,12 @@ from fxremat.solvers.registry import NAMES as CHAINS
 from fxremat.units import Budget, parse_budget, shortened
 
 PLANNERS = ("auto", *LISTS, *TABLES)  # names of the solvers that plan models
-TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)  # of solvers that also offload
+# names of the chain solvers that can also offload tensors
+TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)
 BACKENDS = ("eager", "inductor")
 
-Sizes = Mapping[str, Mapping[int, Dim | tuple[int, int]]]  # input -> dimension -> least and largest size
+# input name -> dimension -> its range: an `export.Dim`, or (minimum, maximum)
+Sizes = Mapping[str, Mapping[int, Dim | tuple[int, int]]]
 Ranges = Mapping[str, Mapping[int, tuple[int, int]]]
 
 
@@ -71,10 +73,10 @@ class CompileOptions(PlanOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class SeenLoss:
-    """The measured memory of a loss outside the model, as multiples of the bytes assumed before it was measured."""
+    """Measured memory of a loss that the user computes outside the model, in multiples of the bytes assumed before."""
 
-    peak: Fraction  # between forward and backward
-    held: Fraction  # from the beginning of the backward on, without the gradients of the outputs
+    peak: Fraction  # peak between the end of the forward and the beginning of the backward
+    held: Fraction  # memory during the backward, without the gradients of the model's outputs
 
 
 @dataclass(frozen=True)
@@ -134,18 +136,21 @@ class Options:
     fullgraph: bool = False
     never_again: Wish | Sequence[Wish] = ()
     keep: Wish | Sequence[Wish] = ()
-    strict: bool | None = field(default=None, repr=False)  # a plan of another step is an error; no user sets this
-    loss_seen: SeenLoss | None = field(default=None, repr=False)  # the loss as steps measured it; no user sets this
-    pure: bool = field(default=False, repr=False)  # planned as in a new process; no user sets this
-    budget: Budget = field(init=False, repr=False)  # `mem`, parsed
+    # True: a saved plan of another step is an error. Set internally.
+    strict: bool | None = field(default=None, repr=False)
+    # memory of the loss outside the model, measured during steps. Set internally.
+    loss_seen: SeenLoss | None = field(default=None, repr=False)
+    # True: plan without anything remembered in this process. Set internally.
+    pure: bool = field(default=False, repr=False)
+    budget: Budget = field(init=False, repr=False)  # the parsed `mem`
 
-    # Options in their full form, such as `Offload()` for offload=True; None: the feature is off.
+    # The next fields are options in full form, such as `Offload()` for offload=True; None: the feature is off.
     host: Offload | None = field(init=False, repr=False)
     slicing: Slices | None = field(init=False, repr=False)
     inductor: Inductor | None = field(init=False, repr=False)
     loss_outside: Loss = field(init=False, repr=False)
-    device: Device | None = field(init=False, repr=False)  # the device to estimate for, where the user named one
-    ranges: Ranges = field(init=False, repr=False)  # the least and largest size that `dynamic` gives; {}: none
+    device: Device | None = field(init=False, repr=False)  # the device to estimate costs for; None: the user named none
+    ranges: Ranges = field(init=False, repr=False)  # the size ranges that `dynamic` contains; {}: none
 
     def __post_init__(self) -> None:
         self._set("host", _host(self.offload))
@@ -166,64 +171,67 @@ class Options:
 
     @property
     def measures(self) -> bool:
-        """True if ops are run to learn what they cost."""
+        """True if the costs of ops are measured by running them."""
         return self.costs == "measure"
 
     @property
     def timer(self) -> Trace | Timer | None:
-        """The trace or function that tells the seconds of ops; None where the user gave neither."""
+        """The user's profiler trace or function that gives the seconds of ops; None if `costs` is neither."""
         return self.costs if not isinstance(self.costs, str | Device) else None
 
     @property
     def wishes(self) -> tuple[Wish, ...]:
-        """The wishes that ops never run again, each a pattern of modules or a predicate: `never_again` and `keep`."""
+        """The module patterns or predicates of all ops that must never be recomputed: `never_again` and `keep`."""
         return (*_several(self.never_again), *_several(self.keep))
 
     @property
     def kept(self) -> tuple[Wish, ...]:
-        """The wishes that results stay on the device too: `keep`."""
+        """The module patterns or predicates of ops whose results must also stay on the device: `keep`."""
         return _several(self.keep)
 
     @property
     def offloads(self) -> bool:
-        """True if values of the forward may wait on the host."""
+        """True if activations may be offloaded to the host."""
         return self.host is not None and self.host.activations
 
     @property
     def hosts_weights(self) -> bool:
-        """True if parameters may live on the host; each backward is then a step of the optimizer."""
+        """True if parameters may be stored on the host; each backward then also runs the optimizer."""
         return self.host is not None and self.host.weights
 
     @property
     def tier(self) -> HostTier | None:
-        """The host tier that the user chose for offloaded values; None: none was chosen, or nothing is offloaded."""
+        """The user's host tier, which stores offloaded tensors; None: the user chose none, or nothing is offloaded."""
         return self.host.tier if self.host else None
 
     @property
     def host_limit(self) -> int | None:
-        """Bytes that may wait on the host at a time; None: any number, or nothing is offloaded."""
+        """Maximum bytes offloaded to the host at a time; None: no limit, or nothing is offloaded."""
         return self.host.bytes if self.host else None
 
     @property
     def compiles(self) -> bool:
-        """True if regions of the step are compiled."""
+        """True if groups of ops are compiled with Inductor."""
         return self.inductor is not None
 
     @property
     def resizable(self) -> bool:
-        """True if one capture may serve several sizes: no saved plan, no offloading, slices or compiled regions."""
+        """True if one captured graph may be used for several input sizes.
+
+        It cannot with a saved plan, offloading, slices or compiled kernels.
+        """
         return not (self.plan or self.host or self.slicing or self.compiles)
 
     @property
     def needs_fixed_sizes(self) -> str:
-        """The option that needs inputs of fixed sizes, for messages."""
+        """Name of the option that needs inputs of fixed sizes, for error messages."""
         if self.plan:
             return "a saved plan"
         return 'backend="inductor"' if self.compiles else "slices" if self.slicing else "offloading"
 
     @property
     def needs_one_graph(self) -> str:
-        """The option because of which a model has to be one graph, for messages; "" if there is none."""
+        """Name of the option that needs a model captured as one graph, for error messages; "": there is none."""
         if self.plan:
             return "a saved plan"
         if self.hosts_weights:
@@ -238,9 +246,9 @@ class Options:
 
     @property
     def may_change(self) -> bool | None:
-        """The `dynamic` of torch.compile that the model is captured with: False: all sizes are fixed; True: none is.
+        """The `dynamic` argument for torch.compile. False: all sizes are fixed; True: all are symbolic.
 
-        None: a size is fixed until another one comes; the sizes in `ranges` may change from the start.
+        None: a size is fixed until it changes; the sizes in `ranges` are symbolic from the start.
         """
         if not self.resizable:
             return False
@@ -248,23 +256,25 @@ class Options:
 
     @property
     def stepping(self) -> torch.optim.Optimizer | None:
-        """The optimizer that the step runs, where weights may live on the host; None: the user runs it."""
+        """The optimizer that the planned step runs when parameters may be on the host; None: the user's loop runs it.
+        """
         return self.optimizer if self.hosts_weights and not isinstance(self.optimizer, str) else None
 
     @property
     def offloads_by_chain(self) -> bool:
-        """True if values are offloaded, and the solver is one for chains that decides itself when they are copied."""
+        """True if activations are offloaded, and the solver, one for chains, decides when each is copied."""
         return self.offloads and self.solver in TRANSFERRING
 
     @property
     def saved(self) -> Plan:
-        """The plan that the user passed."""
+        """The saved plan that the user passed."""
         assert isinstance(self.plan, Plan)
         return self.plan
 
     @property
     def of_capture(self) -> dict[str, object]:
-        """The settings that decide the captured graph, by option: plans of one captured step agree in them."""
+        """The settings that the captured graph depends on, by option name; the plans of one captured step share them.
+        """
         return {
             "method": self.method,
             "dynamic": self.dynamic,
@@ -275,13 +285,13 @@ class Options:
         }
 
     def longest(self, name: str, dimension: int | None) -> int | None:
-        """Return the largest size that the user expects of an input's dimension; None where nothing is said."""
+        """Return the largest size given in `dynamic` for a dimension of an input; None: there is none."""
         if dimension is None or dimension not in (expected := self.ranges.get(name, {})):
             return None
         return expected[dimension][1]
 
     def quick(self) -> Options:
-        """Return these options with a search of 0 seconds: programs are not improved op by op."""
+        """Return a copy of these options with a search time of 0 seconds, so that plans are not improved op by op."""
         return replace(self, search=replace(self.search, seconds=0.0))
 
     def _set(self, name: str, value: object) -> None:
@@ -362,9 +372,9 @@ class Options:
         )
 
 
-HIDDEN = ("loss_seen", "strict", "pure")  # fields that no user sets
+HIDDEN = ("loss_seen", "strict", "pure")  # fields of `Options` that are set internally, not by users
 NAMES = tuple(field.name for field in fields(Options) if field.init and field.name not in HIDDEN)
-RENAMED = {  # names of earlier versions -> the present form
+RENAMED = {  # option of an earlier version -> what to write now
     "cost": 'costs="estimate"',
     "device": 'costs="H100"; for several devices, fxremat.compare(model, inputs, ["A100", "H100"], mem=...)',
     "effort": "search=Search(seconds=...)",
@@ -384,10 +394,10 @@ RENAMED = {  # names of earlier versions -> the present form
 
 
 def options_of(**options: Any) -> Options:
-    """Return the options that a user gave by name.
+    """Return the options that a user passed as keyword arguments.
 
-    Raises `InvalidBudget` where there is neither `mem` nor `plan`, `FxrematError` for an unknown option, and what
-    `Options` raises.
+    Raises `InvalidBudget` if neither `mem` nor `plan` is given, `FxrematError` for an unknown option, and the
+    errors of `Options`.
     """
     for name in options:
         check_name(name)
@@ -395,9 +405,10 @@ def options_of(**options: Any) -> Options:
 
 
 def changed_options(options: Options, mem: int | str | None, **changed: Any) -> Options:
-    """Return `options`, with which a step was captured, with some `changed` for another plan; mem=None: same budget.
+    """Return a copy of the options of a captured step with some of them `changed`; mem=None: the same budget.
 
-    Raises `FxrematError` for an option that is unknown, or decides what is captured, and what `Options` raises.
+    Raises `FxrematError` for an option that is unknown or would change the captured graph, and the errors of
+    `Options`.
     """
     for name in changed:
         check_name(name)
@@ -413,7 +424,7 @@ def changed_options(options: Options, mem: int | str | None, **changed: Any) -> 
 
 
 def check_name(name: str) -> None:
-    """Raise `FxrematError` if no option has this name; it tells the present form of an option of earlier versions."""
+    """Raise `FxrematError` if no option has this name; for a renamed option, the message says what to write now."""
     if name in RENAMED:
         raise FxrematError(f"the option {name} has a new form: {RENAMED[name]}")
     if name not in NAMES:
@@ -461,7 +472,7 @@ def _of_size(given: Any) -> Loss:
 
 
 def _device(costs: object) -> Device | None:
-    """Return the device that costs are estimated for; None where they are measured, or no device is named."""
+    """Return the device that costs are estimated for; None if they are measured, or if no device is named."""
     if isinstance(costs, Device):
         return costs
     if isinstance(costs, Trace):
@@ -480,7 +491,7 @@ def _device(costs: object) -> Device | None:
 
 
 def _ranges(dynamic: object) -> Ranges:
-    """Return the least and largest size by input and dimension that `dynamic` gives; {} if it is None or a bool."""
+    """Return the size ranges in `dynamic` as input -> dimension -> (minimum, maximum); {} if it is None or a bool."""
     if dynamic is None or isinstance(dynamic, bool):
         return {}
     if isinstance(dynamic, Mapping) and all(map(_is_by_dimension, dynamic.items())):
@@ -499,14 +510,14 @@ def _is_by_dimension(item: tuple[object, object]) -> bool:
 
 
 def _ends(given: Any) -> tuple[Any, ...]:
-    """Return the (least, largest) size of a range; of an invalid one, a tuple that `_is_range` rejects."""
+    """Return (minimum, maximum) of a range; for an invalid range, a tuple that `_is_range` rejects."""
     if isinstance(given, Dim):
         return given.min, given.max
     return tuple(given) if isinstance(given, tuple | list) else ()
 
 
 def _is_range(ends: tuple[object, ...]) -> bool:
-    """Tell whether a tuple is a least and a largest size: two ints, 2 or more, in this order."""
+    """Tell whether a tuple consists of two ints, minimum and maximum, of at least 2 and in order."""
     match ends:
         case (int() as low, int() as high) if not (isinstance(low, bool) or isinstance(high, bool)):
             return 2 <= low <= high

@@ -1,4 +1,4 @@
-"""The plan of a model that is several graphs: a program for each call of a step, within one budget."""
+"""Describes the plan of a model that dynamo captures as several graphs: what each call recomputes, in one budget."""
 
 from __future__ import annotations
 
@@ -11,53 +11,56 @@ from fxremat.search.paths import Path
 from fxremat.step.step_graph import StepGraph
 from fxremat.units import format_bytes, format_seconds
 
-_NAME, _COUNT = 30, 11  # columns of a name, and of a number of calls
-_MOST = 24  # lines of calls that are printed
-_FUNCTIONS = 4  # functions that stay Python that are printed
-_INDENT = 18  # columns before a figure
+_NAME, _COUNT = 30, 11  # column widths of a call's name and of the number of calls
+_MOST = 24  # maximum number of lines for calls
+_FUNCTIONS = 4  # maximum number of listed functions that dynamo left to Python
+_INDENT = 18  # column in which figures begin
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedCall:
-    """A call of a graph in a step, with the program that runs."""
+    """One call of a captured graph in a step, with the program that runs it.
 
-    name: str  # the modules whose parameters it takes; the line of its first op if it takes none
+    A program is the order in which ops run, recomputations included.
+    """
+
+    name: str  # the module whose parameters the call takes; without parameters, the code line of its first op
     graph: StepGraph
     program: CallProgram
-    saved: int  # bytes that it keeps from its forward to its backward, besides inputs and outputs
-    before: int  # bytes alive when it begins that belong to no call
-    fastest: float  # seconds if nothing runs again
+    saved: int  # bytes saved for its backward, besides inputs and outputs
+    before: int  # bytes allocated at its beginning that belong to no call of a graph
+    fastest: float  # seconds without any recomputation
 
     @property
     def again(self) -> int:
-        """The number of ops that run again."""
+        """Number of recomputations."""
         return len(self.program.order.ops) - len(self.graph.ops)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownPath:
-    """A sequence of calls that some steps took."""
+    """A sequence of graph calls that some steps made, such as one side of a branch."""
 
     calls: int
-    share: float  # of all steps
-    peak: int | None  # bytes; None: no programs fit on it
+    share: float  # fraction of all steps that made these calls
+    peak: int | None  # peak bytes; None: nothing fits into the budget
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanOfGraphs:
-    """The plan for a model that is several graphs, on the path of the last step; it prints as text.
+    """The plan of a model that is captured as several graphs, for the calls that the last step made; it prints as text.
 
-    Bytes are above what was allocated when the forward of the model began. What the last step did not do, such as
-    another branch, is planned too (`paths`).
+    Bytes are above what was allocated when the model's forward began. Other sequences of calls, such as the
+    other side of a branch, are planned too (`paths`).
     """
 
     model: str  # the name of the model's class
-    broken_at: str  # the line where the first graph ends; "": not known
-    python: tuple[str, ...]  # functions that call graphs and stay Python, with their lines
+    broken_at: str  # code line at which the first graph ends; "": unknown
+    python: tuple[str, ...]  # functions that call graphs but run as Python code, with their lines
     budget: int
     predicted_peak: int
-    keep_all_peak: int  # the peak if nothing runs again, which budgets in percent refer to
-    minimum: int  # the least budget with which all known paths run
+    keep_all_peak: int  # peak bytes without any recomputation, which budgets in percent refer to
+    minimum: int  # smallest budget in bytes with which all known sequences of calls can run
     calls: tuple[PlannedCall, ...]
     paths: tuple[KnownPath, ...]
 
@@ -76,7 +79,7 @@ class PlanOfGraphs:
         minimum: int,
         paths: tuple[KnownPath, ...],
     ) -> PlanOfGraphs:
-        """Return the plan of a path; `names` and `graphs` are those of its calls."""
+        """Return the plan for one sequence of calls; `names` and `graphs` have one entry per call."""
         calls = tuple(
             PlannedCall(
                 name=name,
@@ -104,22 +107,22 @@ class PlanOfGraphs:
 
     @property
     def graphs(self) -> int:
-        """The number of different graphs that the step calls."""
+        """Number of different graphs that the step calls."""
         return len({id(call.graph) for call in self.calls})
 
     @property
     def predicted_time(self) -> float:
-        """The seconds of all calls; what runs between them is not counted."""
+        """Seconds of all graph calls, without the Python code between them."""
         return sum(call.program.time for call in self.calls)
 
     @property
     def keep_all_time(self) -> float:
-        """The seconds of all calls if nothing runs again."""
+        """Seconds of all graph calls without any recomputation."""
         return sum(call.fastest for call in self.calls)
 
     @property
     def headline(self) -> str:
-        """The plan in a line, for logs."""
+        """A one-line summary of the plan, for logs."""
         return (
             f"{self.graphs} {'graph' if self.graphs == 1 else 'graphs'}, {len(self.calls)} calls a step: peak "
             f"{format_bytes(self.predicted_peak)} of {format_bytes(self.budget)} allowed, time "

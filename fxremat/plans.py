@@ -1,4 +1,4 @@
-"""Plans of training steps inside a budget, which print as text."""
+"""The class `Plan`: how one training step runs within a budget, printable as text and as an HTML page."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Plan(PlannedStep):
-    """One training step inside a budget, which shows itself as text and as a page.
+    """The plan of one training step within a budget, printable as text and as an HTML page.
 
     Bytes are above what was allocated when forward began; seconds are those of the device it was planned for.
     """
 
     @cached_property
     def modules(self) -> ModuleNode:
-        """A tree of modules: the bytes that each saves, recomputes and offloads, and the seconds that it runs."""
+        """A tree of the model's modules with the bytes that each saves, recomputes and offloads, and its seconds."""
         return module_tree(self.chosen, self.costs)
 
     @cached_property
     def moments(self) -> Moments:
-        """The step on a clock: the ops with begin and end, and all that is on the device meanwhile."""
+        """A timeline of the step: when each op begins and ends, and what is allocated on the device meanwhile."""
         return Moments.of(self.running.chosen, self.running.costs)
 
     @cached_property
     def frontier(self) -> FrontierTable:
-        """The (peak in bytes, time in seconds) of every plan on offer, fastest first; it prints as a table."""
+        """(peak in bytes, time in seconds) of each alternative plan, fastest first; prints as a table."""
         return FrontierTable.of(self)
 
     def at(self, **sizes: object) -> Plan:
-        """Plan the same step for inputs of other sizes: within milliseconds where known programs can be used.
+        """Plan the same step for inputs of other sizes; this takes milliseconds if known programs can be reused.
 
             plan.at(tokens=300)            the input `tokens` has 300 along its last symbolic dimension
             plan.at(tokens=(8, 300))       ... and 8 along the first; a shape
@@ -89,7 +89,7 @@ class Plan(PlannedStep):
         return page(self)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the planned allocations as a memory snapshot of PyTorch."""
+        """Return the planned allocations in the format of PyTorch's memory snapshots."""
         return snapshot(self)
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
@@ -105,28 +105,28 @@ class Plan(PlannedStep):
         save_trace(self, path)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw time over memory for all plans on offer, on `ax` or new matplotlib axes, and return the axes.
+        """Draw time over peak memory of all alternative plans on `ax`, or on new matplotlib axes, and return the axes.
 
-        Raises FxrematError where matplotlib is not installed (the extra `plot`).
+        Raises `FxrematError` if matplotlib is not installed (the extra `plot`).
         """
         return plot(self, self.frontier, ax)
 
     def check(self, runs: int = 1) -> PlanCheck:
-        """Check the plan's two graphs as they were emitted: results, peak, and whether recomputed ops repeat.
+        """Check the two graphs that the plan is lowered to: results, peak, and whether recomputed ops repeat.
 
-        They are evaluated on fake tensors: every result has the shape and type that it has in the captured graph, and a
-        count of the storages alive gives the predicted peak (of plans without copies, slices and compiled regions).
+        The graphs run on fake tensors. Each result must have the shape and dtype that it has in the captured
+        graph, and the counted bytes must give the predicted peak (not checked with copies to the host, slices
+        or compiled regions).
 
         Args:
-            runs: 2 or more: run each recomputed op so often on made-up data, and name those whose bits differ.
-
-        Raises:
-            FxrematError: a result or the peak is another one.
+            runs: 2 or more: run each recomputed op this many times on made-up data, and name those whose bits differ.
+                Raises:
+            FxrematError: a result or the peak differs.
         """
         return check(self, runs)
 
     def diff(self, other: PlannedStep) -> Difference:
-        """Return how another plan differs from this one: figures, and what modules save, recompute and offload."""
+        """Compare with another plan: peak, time, and what each module saves, recomputes and offloads."""
         return Difference.of(self, other)
 
     def __deepcopy__(self, _: dict[int, Any]) -> Plan:
@@ -172,18 +172,19 @@ class Plan(PlannedStep):
 
     @classmethod
     def of(cls, data: PlanData, *, name: str = "") -> Plan:
-        """Return the plan that consists of data read from a file; `name` is the file's name, for messages."""
+        """Return a plan made of the data that was read from a file named `name`."""
         return cls(**{each: getattr(data, each) for each in NAMES}, environment=data.environment, saved_as=name)
 
     def on(self, captured: Captured) -> Plan:
-        """Return this plan for an equal step that was captured in this process. Raises `PlanMismatch` for others."""
+        """Return this plan for an equal step captured in this process. Raises `PlanMismatch` if the step differs."""
         data = PlanData(**{name: getattr(self, name) for name in NAMES}, environment=self.environment or {})
         return Plan.of(data.on(captured, self.saved_as or "the plan"), name=self.saved_as)
 
     def describe(self, *, full: bool = False) -> str:
-        """Return the plan as text of at most 100 columns; `full` has a line for each block and the complete schedule.
+        """Return a description of at most 100 columns; `full` adds a line for each block and the complete schedule.
 
-        Where the user named the device, and its memory is known, the text ends with whether the step fits there.
+        If the user named the device and its memory size is known, the last lines tell whether the step fits
+        there.
         """
         text, found = describe(self, full=full), self.on_device
         if found is None or found.device.memory is None:

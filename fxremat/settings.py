@@ -1,4 +1,4 @@
-"""The settings of one feature each, as options of `fxremat.compile` take them; each is checked when it is made.
+"""Classes of settings, one per feature, that `fxremat.compile` takes as options; they check their values.
 
     offload=Offload(limit="16GiB")               what may wait on the host
     slices=Slices(max_parts=8)                   which regions run in slices
@@ -26,17 +26,18 @@ from fxremat.solvers.choose import check_effort, check_slots
 from fxremat.torch_inductor import check_settings
 from fxremat.units import parse_bytes, shortened
 
-RANDOM = ("inductor", "eager")  # values of Inductor(random=...)
-GRADIENTS = ("loss", "all")  # values of Loss(gradients=...)
-Wish = Callable[[fx.Node], bool] | str  # of ops: a predicate on nodes of the captured graph, or a pattern of modules
-MANY_SLICES = 1 << 20  # slices of a region at most where the user sets no limit
+RANDOM = ("inductor", "eager")  # valid values of Inductor(random=...)
+GRADIENTS = ("loss", "all")  # valid values of Loss(gradients=...)
+# selects ops: a predicate on nodes of the captured graph, or a pattern of module names
+Wish = Callable[[fx.Node], bool] | str
+MANY_SLICES = 1 << 20  # maximum number of slices of a region if the user sets no limit
 
 
 class Setting:
-    """Base of the settings of a feature, which print as a call that makes them."""
+    """Base class of the settings; `repr` gives a call that makes the same setting."""
 
     def __repr__(self) -> str:
-        """Show the fields that differ from their defaults."""
+        """Return a call with the fields that differ from their defaults."""
         changed = ((f.name, getattr(self, f.name)) for f in fields(self) if f.init)  # type: ignore[arg-type]
         usual = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
         given = ", ".join(f"{name}={value!r}" for name, value in changed if value != usual[name])
@@ -45,7 +46,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Offload(Setting):
-    """A description of what may wait on the host while the step does not need it.
+    """What may be stored on the host while the step does not need it: activations, parameters, optimizer state.
 
     Args:
         tier: where on the host: a tier of `fxremat.host.tier`, such as fxremat.FileTier("/fast/disk"). None: pinned
@@ -65,7 +66,7 @@ class Offload(Setting):
     limit: int | str | None = None
     activations: bool = True
     weights: bool = False
-    bytes: int | None = field(init=False)  # what `limit` means
+    bytes: int | None = field(init=False)  # `limit` in bytes; None: no limit
 
     def __post_init__(self) -> None:
         if self.tier is not None and not isinstance(self.tier, HostTier):
@@ -78,7 +79,7 @@ class Offload(Setting):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Slices(Setting):
-    """A request to run regions of the model (a vocabulary head, a wide MLP, a convolutional trunk) in slices of rows.
+    """Settings for running groups of ops (a vocabulary head, a wide MLP, a convolutional trunk) in slices of rows.
 
     Regions are sliced only where that saves memory or costs no time. Gradients that are sums over slices are equal up
     to rounding, no longer bit for bit: docs/slices.md. With slices, a plan holds for inputs of one size only.
@@ -110,13 +111,13 @@ class Slices(Setting):
 
     @property
     def most(self) -> int:
-        """Slices of a region at most."""
+        """Maximum number of slices of a region."""
         return MANY_SLICES if self.max_parts is None else self.max_parts
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Inductor(Setting):
-    """Compile regions of the planned step with torch's Inductor, each of which is measured.
+    """Settings for compiling groups of ops of the planned step with Inductor; each compiled group is measured.
 
     Gradients are those of torch.compile up to rounding: docs/kernels.md. Sizes of inputs are fixed then.
 
@@ -145,16 +146,16 @@ class Inductor(Setting):
         check_settings(self.config or {})
 
     def draws_from_seeds(self, *, in_triton: bool) -> bool:
-        """Tell whether dropout masks are drawn from seeds that are values of the step, as torch.compile does.
+        """Tell whether dropout masks are generated from seeds that are part of the graph, as torch.compile does it.
 
-        `in_triton`: Inductor compiles for this device with Triton, which makes that the default.
+        If `in_triton`, Inductor compiles for this device with Triton, and seeds are the default.
         """
         return (self.random or ("inductor" if in_triton else "eager")) == "inductor"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Loss(Setting):
-    """A description of the loss, where the model's graph does not tell.
+    """What fxremat cannot see of a loss: its memory if it is outside the model, and which outputs get gradients.
 
     Args:
         bytes: what a loss outside the model allocates between forward and backward, in the forms of a size. None:
@@ -170,7 +171,7 @@ class Loss(Setting):
 
     bytes: int | str | None = None
     gradients: str = "loss"
-    size: int | None = field(init=False)  # what `bytes` means
+    size: int | None = field(init=False)  # `bytes` as a number; None: not given
 
     def __post_init__(self) -> None:
         if self.gradients not in GRADIENTS:
@@ -182,7 +183,7 @@ class Loss(Setting):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Search(Setting):
-    """The limits of the search for programs.
+    """Limits of the search for plans.
 
     Args:
         seconds: time for solver="auto" to improve schedules of blocks op by op, if it did so for all budgets. It stops
@@ -210,7 +211,7 @@ class Search(Setting):
 
 
 def check_wishes(name: str, wishes: Sequence[object]) -> None:
-    """Raise `FxrematError` for a wish that is neither a pattern of modules nor a predicate on nodes."""
+    """Raise `FxrematError` unless each of `wishes` is a pattern of module names or a predicate on nodes."""
     for wish in wishes:
         if not (isinstance(wish, str) or callable(wish)):
             raise FxrematError(
@@ -230,7 +231,7 @@ def _check_bools(setting: object, *names: str) -> None:
 
 
 def _size(name: str, given: int | str | None) -> int | None:
-    """Return the bytes that a size such as "16GiB" means; None for None. Raises `InvalidBudget`."""
+    """Parse a size such as "16GiB" into bytes; None for None. Raises `InvalidBudget`, with `name` in the message."""
     try:
         return None if given is None else parse_bytes(given)
     except InvalidBudget as error:

@@ -162,7 +162,7 @@ class Chain:
 
     @cached_property
     def least_time(self) -> float:
-        """Seconds of each forward and each backward once, with its fastest option: no schedule takes less."""
+        """Lower bound on any schedule's seconds: each forward and backward once, with the fastest backwards."""
         return math.fsum(b.forward_time + min(o.backward_time for o in b.choices) for b in self.blocks)
 
     @classmethod

@@ -30,7 +30,11 @@ class Keep(Enum):
 
 @dataclass(frozen=True)
 class Value:
-    """`a`: the value after the block of that index (a0: the chain's input); `A`: all that its backward needs."""
+    """A tensor of a chain.
+
+    `a3` is the output of block 3 (`a0`: the chain's input), `A3` is everything that the backward of block 3
+    needs.
+    """
 
     kind: Literal["a", "A"]
     index: int

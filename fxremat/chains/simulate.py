@@ -88,6 +88,8 @@ def simulate(
     Raises:
         InvalidSchedule: the schedule is invalid, with the op and what it lacks; or copies cause a deadlock.
 
+    >>> from fxremat.chains.chain import Block
+    >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=4, saved_bytes=9)
     >>> chain = Chain(blocks=(block, block), input_bytes=4)
     >>> timeline = simulate(chain, Schedule.parse("Fck1 Fall2 B2 Fall1 B1"))
     >>> timeline.peak, timeline.time, timeline.memory
@@ -165,7 +167,10 @@ def _link(script: ResolvedSchedule, schedule: Schedule, platform: Platform | Non
 
 
 def _check_room(script: ResolvedSchedule, schedule: Schedule, limit: int) -> None:
-    """Raise `InvalidSchedule` if `limit` bytes are too few even with instant copies out and latest copies back."""
+    """Raise `InvalidSchedule` if the schedule needs more than `limit` bytes.
+
+    Copies to the host are taken to be instant, and copies back to run as late as possible.
+    """
     for place, need in enumerate(script.base):
         if need > limit:
             # at the last moment no more is needed than at the one before

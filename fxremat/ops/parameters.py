@@ -167,7 +167,7 @@ class Weights:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def settle(self, hosted: Iterable[int]) -> None:
-        """Move the parameters of these numbers, with their optimizer state, to the host, all others to the device.
+        """Move the parameters with these indices, and their optimizer state, to the host and all others to the device.
 
         Parameters that are views of one storage get memory of their own if some of them move.
         """
@@ -188,9 +188,10 @@ class Weights:
         self._send_states_home()
 
     def _bring_state(self, parameter: nn.Parameter) -> None:
-        """Move a parameter's state to the device: it was loaded, or made, while the parameter was on the host.
+        """Move to the device the optimizer state of a parameter that has just moved there.
 
-        Step counts stay, except those of fused and capturable optimizers, which read them on the device.
+        Step counts stay on the host, except those of fused and capturable optimizers, which read them on the
+        device.
         """
         state, group = self.optimizer.state.get(parameter, {}), self._group_of(parameter)
         counts = _counts(state) if group.get("fused") or group.get("capturable") else {}
