@@ -417,8 +417,7 @@ def _tried(function: Callable[[], T]) -> tuple[list[T], BaseException | None]:
     """Run a function; return ([its result], None) if it succeeds, ([], the error) if it fails."""
     try:
         return [function()], None
-        # also KeyboardInterrupt: an interrupted rank reports it to the others before it ends
-    except BaseException as error:
+    except BaseException as error:  # also KeyboardInterrupt, which is reported to the other ranks
         return [], error
 
 

@@ -220,7 +220,7 @@ class Evaluation:
         costs = self.plan.costs
         if op.overwrites is None or op.index in costs.fresh:
             return costs.sizes.workspace[op.index]
-        # the op writes its result in place, but during it the memory of a separate result is counted
+        # the costs' workspace of an op that overwrites an operand is reduced by the operand's bytes
         return costs.sizes.workspace[op.index] + costs.sizes.values[op.overwrites]
 
 

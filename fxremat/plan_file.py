@@ -71,13 +71,13 @@ class PlanData:
         return self.chosen.layout.graph
 
     def on(self, captured: Captured, name: str) -> PlanData:
-        """Return this plan, read from a file, with its ops and values replaced by those of an equal step captured here.
+        """Return this plan, read from a file, for a step captured in this process.
+
+        Its ops and values are replaced by those of the captured step.
 
         Args:
-            name: the name of the plan, for messages.
-
-        Raises:
-            PlanMismatch: the captured step is another one, or runs in another environment.
+            name: the name of the plan, for messages. Raises:
+            PlanMismatch: the captured step differs from the plan's, or device, PyTorch or settings do.
         """
         here = as_plain(environment(device_of(captured)))
         for what, before in self.environment.items():

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightBudget:
-    """The figures of a step that updates its weights, whose budget covers weights, gradients and optimizer state."""
+    """Figures of a plan whose backward also updates the weights, and whose budget covers all memory of the weights.
+
+    That is the weights, their gradients, and the optimizer's state.
+    """
 
     handles: Handles  # the graph inputs through which the step accesses the parameters
     keep_all_peak: int  # peak bytes without any recomputation and with all parameters on the device
@@ -206,7 +209,7 @@ class PlannedStep:
 
     @cached_property
     def timeline(self) -> Timeline | JoinTimeline:
-        """The schedule simulated on the chain, or on the join of its towers: memory during each of its operations."""
+        """Simulation of `schedule` on the chain of blocks, or on joining chains: the memory during each operation."""
         return self.chosen.join or simulate(self.chain, self.chosen.schedule)
 
     @cached_property
@@ -243,7 +246,7 @@ class PlannedStep:
 
     @property
     def loss_places(self) -> tuple[int, ...]:
-        """Indices of the losses' gradients among the backward graph's inputs, counted from the end: -1 is the last."""
+        """Indices of the losses' gradients among the backward graph's inputs, from the end: -1 is the last input."""
         graph = self.graph
         count = len(graph.tangents)
         return tuple(place - count for place, value in enumerate(graph.tangents) if value in graph.root_tangents)

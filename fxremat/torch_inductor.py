@@ -201,7 +201,7 @@ def _decomposed(
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise `FxrematError` for a setting that `torch._inductor.config` does not have (torch 2.11, 2.13)."""
+    """Raise `FxrematError` for a setting that fxremat forbids or `torch._inductor.config` lacks (torch 2.11, 2.13)."""
     import torch._inductor.config as inductor_config
 
     known = inductor_config.get_config_copy() if settings else {}

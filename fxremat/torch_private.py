@@ -576,7 +576,7 @@ def traced_torch_modules() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rnns_left_to_python() -> Iterator[None]:
-    """Let dynamo end a graph before a call of nn.RNN, nn.GRU or nn.LSTM, and begin the next one behind it.
+    """Within this context, dynamo ends a graph before each call of nn.RNN, nn.GRU or nn.LSTM, and goes on after it.
 
     It does not trace these, and where it reads such a module from an attribute, it leaves the whole function to Python.
     `torch._dynamo.config.allow_rnn` lets it read the attribute; a `forward` that is disabled ends the graph (torch
@@ -603,7 +603,9 @@ def outside_graphs(function: Callable[..., Any], reason: str) -> Callable[..., A
 
 
 def is_traced() -> str | None:
-    """Name the tracer or transform around the current call: torch.export, fx, jit or torch.func; None if there is none.
+    """Return which tracer or transform runs the current call: "torch.export", "torch.fx", "torch.jit", "torch.func".
+
+    None if none does.
 
     `torch.fx._symbolic_trace.is_fx_symbolic_tracing`, `torch._C._is_tracing` and
     `torch._C._functorch.peek_interpreter_stack` (torch 2.11, 2.13).
@@ -760,12 +762,12 @@ def _remainders_refused() -> Iterator[None]:
 
 
 METRICS = "torch._dynamo.metrics_context"
-"""The logger of dynamo's statistics, which cannot sort the functions of `ignore_logging_functions` (torch 2.11)."""
+"""Name of dynamo's logger of statistics, which cannot sort functions in `ignore_logging_functions` (torch 2.11)."""
 
 
 @contextlib.contextmanager
 def silent(*loggers: str) -> Iterator[None]:
-    """Silence loggers of torch, which would print the traceback of an error that is raised and explained anyway."""
+    """Within this context, silence loggers of PyTorch that print tracebacks of errors which fxremat explains."""
     import logging
 
     def nothing(_: logging.LogRecord) -> bool:
@@ -1359,7 +1361,9 @@ def own_connection(store: Any) -> Any:
 
 
 def is_effect_token(placeholder: fx.Node) -> bool:
-    """Tell whether an input of a joint graph is a token of an op with effects, which has no gradient.
+    """Tell whether an input of a joint graph is an effect token, which orders ops that have side effects.
+
+    A token has no gradient.
 
     AOTAutograd puts them before the caller's inputs, and marks them in `meta["desc"]`, a `ForwardTokenAOTInput` of
     `torch._functorch._aot_autograd.descriptors` (torch 2.11, 2.13).

@@ -76,7 +76,10 @@ class Estimate:
         return None if self.device.memory is None else self.on_device.left(self.plan.minimum)
 
     def seconds_at(self, share: float) -> float | None:
-        """Return the seconds of the fastest program within a percentage of keep-all's peak; None if none fits."""
+        """Return the seconds of the fastest plan with at most `share` percent of the peak without recomputation.
+
+        None if no plan fits.
+        """
         budget = int(self.plan.keep_all_peak * share / 100)
         return next((time for peak, time in self.plan.frontier if peak <= budget), None)
 
@@ -365,8 +368,7 @@ def _by_name(model: nn.Module, inputs: Any) -> dict[str, Any] | None:
 
 
 def _outline(model: nn.Module) -> list[object]:
-    """Return what decides the graph of a model: its modules, their settings, and the types and shapes of their tensors.
-    """
+    """Return a description of what decides a model's graph: its modules, their settings, tensor shapes and dtypes."""
     found: list[object] = []
     for name, module in model.named_modules():
         settings = {key: _shown(value) for key, value in vars(module).items() if key != "_modules"}
