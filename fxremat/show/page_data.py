@@ -133,7 +133,10 @@ def _shares(moments: Moments) -> dict[str, float]:
 
 
 def _groups(modules: Iterable[str]) -> Numbers:
-    """Number the groups of modules in the order in which they are stacked; the model's own ops are last, on top."""
+    """Assign numbers to the groups of modules in the order in which they are stacked.
+
+    The group of the model's own ops is last, on top.
+    """
     return Numbers([*(group_of(module) for module in modules if module), ""])
 
 
