@@ -24,7 +24,9 @@ def free_bytes(device: torch.device, largest: int) -> int:
     """Return the bytes that are free on a device now, with those PyTorch's allocator reserves, minus a margin.
 
     Args:
-        largest: bytes of the step's largest tensor. Free pieces smaller than that may be of no use. Raises:
+        largest: bytes of the step's largest tensor. Free pieces smaller than that may be of no use.
+
+    Raises:
         InvalidBudget: PyTorch cannot tell how much memory of this device is free.
     """
     if not (kind := kind_of(device)).can(Ability.FREE):

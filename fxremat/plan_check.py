@@ -59,7 +59,9 @@ def check(plan: PlannedStep, runs: int = 1) -> PlanCheck:
     """Check a plan's lowered forward and backward graph.
 
     Args:
-        runs: 2 or more: also execute each recomputed op this many times, and compare the results bitwise. Raises:
+        runs: 2 or more: also execute each recomputed op this many times, and compare the results bitwise.
+
+    Raises:
         FxrematError: a result differs in shape or dtype from that of the captured graph, or the peak differs from the
             predicted one.
     """

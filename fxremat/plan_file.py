@@ -76,7 +76,9 @@ class PlanData:
         Its ops and values are replaced by those of the captured step.
 
         Args:
-            name: the name of the plan, for messages. Raises:
+            name: the name of the plan, for messages.
+
+        Raises:
             PlanMismatch: the captured step differs from the plan's, or device, PyTorch or settings do.
         """
         here = as_plain(environment(device_of(captured)))

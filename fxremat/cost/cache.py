@@ -55,7 +55,7 @@ class CostCache:
         """Return the numbers stored under a key; None if there are none, or not all of them are finite and above 0.
 
         Args:
-            count: return None unless there are so many numbers; None: any number of them will do.
+            count: return None unless there are exactly this many numbers; None: any number is accepted.
         """
         found = self._new.get(key) or self._known.get(key)
         if not found or not all(math.isfinite(number) and number > 0 for number in found):

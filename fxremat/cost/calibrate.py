@@ -39,9 +39,9 @@ from fxremat.units import format_bytes
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-# a step is run only if so many times the memory that it needs is free, since the allocator's blocks leave gaps
+# a step is run only if this many times the memory that it needs is free, since the allocator's blocks leave gaps
 ROOM = 1.05
-RUNS = 3  # a step is run so many times, and the fastest run counts
+RUNS = 3  # a step is run this many times, and the fastest run counts
 TURNS = 6  # largest number of runs of each program in a comparison
 CLOSE = 1.1  # in a comparison of long steps, a program slower than this times the fastest is not run again
 FEWEST = 3  # smallest number of runs of each program in a comparison

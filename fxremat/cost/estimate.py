@@ -45,7 +45,7 @@ TWICE = (  # ops that read their input twice
 )
 COPYING = ("linalg_", "_linalg_", "lu_", "cholesky", "triangular_solve", "_fft_", "ormqr", "orgqr", "geqrf")
 """Prefixes of the names of ops whose workspace is at most one copy of all that they read and write."""
-MATRIX_EXP = 12  # a matrix exponential allocates so many copies of its input
+MATRIX_EXP = 12  # a matrix exponential allocates this many copies of its input
 CHANNEL_BLOCK = 16  # CPU convolutions pad the number of channels to a multiple of this
 WRAPPED = 16  # bytes that CPU kernels allocate for a scalar that they read as a tensor
 SMALL = 1024  # bytes that linear algebra allocates for pivots, flags and scalars, besides copies

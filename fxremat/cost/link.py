@@ -15,7 +15,7 @@ from fxremat.host.tier import HostTier
 from fxremat.step.costs import Link
 from fxremat.step.step_graph import Origin
 
-RUNS = 3  # copies are timed so many times in each direction, and the fastest counts
+RUNS = 3  # copies are timed this many times in each direction, and the fastest counts
 MOST_BYTES = 1 << 26  # largest tensor that is copied to measure a speed
 
 

@@ -27,7 +27,7 @@ from fxremat.step.step_graph import StepGraph
 CARRY_AT_MOST = 8  # number of values
 # a value is carried if the cuts that this allows span at least this fraction of the forward's seconds
 LEAST_SPAN = 0.12
-LEAST_CUTS = 5  # a value is carried if this allows so many cuts; with fewer, it is just the input of a residual branch
+LEAST_CUTS = 5  # a value is carried if that allows this many cuts; with fewer, it is the input of a residual branch
 LONG_LIVED = (1, 4)  # values that cross more low points than this are carried
 
 

@@ -30,7 +30,7 @@ GATHER = torch.ops.fxremat.gather.default
 REDUCE = torch.ops.fxremat.reduce.default
 SAME = (aten.detach.default, aten.view.default, aten.alias.default)
 BUCKET = 25 * 2**20  # largest size of a bucket in bytes, as in DistributedDataParallel
-# gradients of replicated parameters are divided into at least so many buckets, so that communication overlaps
+# gradients of replicated parameters are divided into at least this many buckets, so that communication overlaps
 SHARES = 8
 
 

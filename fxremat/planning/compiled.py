@@ -56,7 +56,7 @@ from fxremat.step.program import Program
 from fxremat.units import format_seconds
 
 log = logging.getLogger(__name__)
-TRIES = 4  # for each way to cut programs into regions (`CUTS`), at most so many programs are compiled and measured
+TRIES = 4  # for each way to cut programs into regions (`CUTS`), at most this many programs are compiled and measured
 # search again, with measured region times, if a program takes more than this times the seconds of each op run
 # once
 WORTH_IT = 1.02

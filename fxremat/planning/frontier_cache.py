@@ -30,7 +30,7 @@ class Key(NamedTuple):
 
 
 AT_MOST = 8  # number of search results kept in memory; the least recently used one is dropped
-NEAREST = 3  # at new sizes, so many of the latest results for the same ops are tried
+NEAREST = 3  # at new sizes, this many of the latest results for the same ops are tried
 NO_GRAPH = cast(StepGraph, None)  # stands for the graph in cached results
 _latest: OrderedDict[Key, Ladder] = OrderedDict()
 

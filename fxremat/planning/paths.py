@@ -39,8 +39,8 @@ from fxremat.units import Auto, Least, Percent, format_bytes
 log = logging.getLogger(__name__)
 
 SHARE = 0.1  # each graph may be searched for this fraction of the seconds that the user allows
-REMEMBERED = 64  # programs are cached for so many graphs
-MOST_IN_VAIN = 5  # after so many steps whose measurements are incomplete, planning goes on with what is known
+REMEMBERED = 64  # programs are cached for this many graphs
+MOST_IN_VAIN = 5  # after this many steps whose measurements are incomplete, planning goes on with what is known
 MARGIN = 0.01  # a measured number counts as grown if it grew by more than this fraction
 
 Numbers = dict[str, int]  # measured fields of a `Node`, by name

@@ -27,7 +27,7 @@ from fxremat.plans import Plan
 from fxremat.progress import planning
 from fxremat.units import Percent, format_bytes
 
-KNOWN = 8  # so many plans that were searched from nothing are kept, and re-evaluated at other sizes
+KNOWN = 8  # this many plans that were searched from nothing are kept, and re-evaluated at other sizes
 GROWTH = 1.5  # if a call exceeds the range that the user gave, the range is extended to this times its size
 
 Dimension = tuple[str, int | None]  # an input's name and one of its dimensions; None: the input is itself a number

@@ -32,8 +32,8 @@ from fxremat.step.costs import Costs
 from fxremat.step.source import common_module
 from fxremat.torch_private import real_tensors, taking_a_list
 
-EMITTED = 16  # generated fx graphs are cached for so many programs of a graph
-REMEMBERED = 256  # numbers and programs are cached for so many combinations of sizes
+EMITTED = 16  # generated fx graphs are cached for this many programs of a graph
+REMEMBERED = 256  # numbers and programs are cached for this many combinations of sizes
 AGAIN = (
     "Trying to backward through the graph a second time: what its calls had saved is freed; specify retain_graph=True "
     "if you need to backward through the graph a second time"

@@ -47,8 +47,8 @@ from fxremat.torch_private import (
     storage_watch,
 )
 
-SETTLED = 2  # steps are measured until so many in a row show nothing new
-MOST_IN_VAIN = 8  # measuring is given up after so many steps in a row whose backward cannot be measured
+SETTLED = 2  # steps are measured until this many in a row show nothing new
+MOST_IN_VAIN = 8  # measuring is given up after this many steps in a row whose backward cannot be measured
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: an input or an "
     "output of a graph that fxremat runs, whose backward needs it as it was"

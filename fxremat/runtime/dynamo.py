@@ -96,13 +96,13 @@ from fxremat.transfers.network import communicates
 from fxremat.units import Auto, format_bytes
 
 log = logging.getLogger(__name__)
-KEPT_PLANS = 8  # so many of the latest plans can be read by users
+KEPT_PLANS = 8  # this many of the latest plans can be read by users
 # a step is traced at most so often; each trace uses the real strides that were measured after the last one
 MOST_TRACES = 4
 # A step is planned again only if recomputation makes it slower than keeping everything by this factor, and the
 # loss needs less memory than was reserved for it, by more than GAIN - 1 of the budget.
 GAIN = 1.01
-MANY_SIZES = 3  # after so many combinations of input sizes a warning says what each new one costs
+MANY_SIZES = 3  # after this many combinations of input sizes a warning says what each new one costs
 
 
 class Until(Enum):

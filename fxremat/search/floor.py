@@ -28,7 +28,7 @@ _NAMES = {
     MemoryKind.OUTSIDE: "gradients and temporaries of the loss",
     MemoryKind.WORKSPACE: "workspace",
 }
-_MOST = 3  # so many kinds of memory are named in the text
+_MOST = 3  # this many kinds of memory are named in the text
 _WORTH = 0.01  # kinds with less than this fraction of the bytes are not named
 
 

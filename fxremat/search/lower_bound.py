@@ -31,7 +31,7 @@ import numpy as np
 from fxremat.step.costs import Costs
 from fxremat.step.step_graph import Op, Origin, StepGraph
 
-INSTANTS = 8  # about so many backward ops, evenly spaced, are looked at, besides the two with the most memory
+INSTANTS = 8  # about this many backward ops, evenly spaced, are looked at, besides the two with the most memory
 _Variable = tuple[str, int, int]  # ("alive", value, instant) or ("runs", op, window)
 
 

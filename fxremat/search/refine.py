@@ -24,14 +24,14 @@ from fxremat.step.costs import Costs
 from fxremat.step.step_graph import StepGraph
 
 EFFORT = 3.0  # seconds that the search takes, about
-PAGES = 2_000_000  # a search replays about so many pages (of 64 executions) in a second
-RUNGS = 110  # the seconds of an effort are divided among so many rungs, which span about a factor of ten in budget
+PAGES = 2_000_000  # a search replays about this many pages (of 64 executions) in a second
+RUNGS = 110  # the seconds of an effort are divided among this many rungs, which span about a factor of ten in budget
 STEP = 1.02  # ratio of the budgets of successive rungs
 NEAR = 1.002  # programs within this factor of the time without recomputation are not improved
 SMALLER = 1.05  # each try searches for a peak that is lower by this factor
-IN_VAIN = 3  # after so many tries without success the search for a lower peak ends
+IN_VAIN = 3  # after this many tries without success the search for a lower peak ends
 LOWERED = 30  # largest number of tries to lower the least peak
-PATIENT = 5  # each try to lower the least peak replays so many times as much as a rung
+PATIENT = 5  # each try to lower the least peak replays this many times as much as a rung
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ from fxremat.step.step_graph import StepGraph
 
 NEAR_LEAST = 1.15  # the last table of a chain covers budgets up to this multiple of the chain's least memory
 APART = 1.01  # ratio of successive budgets for which a chain is solved
-# so many schedules of each table are evaluated first; a chain gets more only if one of them is on the frontier
+# this many schedules of each table are evaluated first; a chain gets more only if one of them is on the frontier
 A_FEW = 5
 LARGE = 2000  # ops; for larger graphs half as many schedules are evaluated
 COARSE = 150  # memory levels in the first tables of chains with more than `MANY_BLOCKS` blocks

@@ -61,7 +61,9 @@ def multi_chain(
         lengths: number of blocks of each branch.
         slots: maximum number of stored values.
         keep_gradient: for each branch, whether the gradient of its input is kept to the end; by default none is.
-        forward_time, backward_time, loss_time: seconds of one forward, one backward, and the loss. Raises:
+        forward_time, backward_time, loss_time: seconds of one forward, one backward, and the loss.
+
+    Raises:
         BudgetTooSmall: `.minimum` is the least number of slots.
 
     >>> multi_chain((4, 10, 12), 9)[0]
