@@ -57,7 +57,7 @@ def entry() -> NoReturn:
     """Run `main` and end the process with its exit status; the console script `fxremat` calls this."""
     status = main()
     if status == _INTERRUPTED:
-        os._exit(status)  # ends the process without waiting for its other threads
+        os._exit(status)  # ends the process without waiting for background threads
     sys.exit(status)
 
 

@@ -332,7 +332,7 @@ class Agreement:
                 for key in keys:
                     store.delete_key(key)
 
-        # this rank has what it needs; its next call will raise an error if the store is gone
+        # this call is complete; the next call raises an error if the store is gone
         with contextlib.suppress(StoreGone):
             self._messenger.ask(leave)
 

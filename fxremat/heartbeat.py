@@ -134,7 +134,7 @@ class Messenger(threading.Thread):
         self._rank = rank
         self._asked: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
         self._asked = queue.SimpleQueue()
-        self._gone = ""  # why the thread has stopped; "": it runs
+        self._gone = ""  # why the messenger thread has stopped; "": it is running
         self._beats = itertools.count()
 
     def serves(self, store: Store) -> bool:

@@ -24,11 +24,11 @@ class PlannedCall:
     A program is the order in which ops run, recomputations included.
     """
 
-    name: str  # the module whose parameters the call takes; without parameters, the code line of its first op
+    name: str  # name of the module whose parameters the call takes; without parameters, the code line of its first op
     graph: StepGraph
     program: CallProgram
-    saved: int  # bytes saved for its backward, besides inputs and outputs
-    before: int  # bytes allocated at its beginning that belong to no call of a graph
+    saved: int  # bytes that the call saves for its backward, besides inputs and outputs
+    before: int  # bytes that are allocated when the call begins, and belong to no call of a graph
     fastest: float  # seconds without any recomputation
 
     @property

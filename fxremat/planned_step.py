@@ -50,7 +50,7 @@ class WeightBudget:
 class Compiled:
     """The groups of ops ("regions") of a step that Inductor compiles, with the order in which they run, and costs."""
 
-    chosen: Candidate  # the program that runs; each compiled region is one op in it
+    chosen: Candidate  # the order of ops that runs; each compiled region counts as one op
     costs: Costs  # seconds and bytes of the compiled regions and of the ops between them
     regions: int  # the number of compiled regions
     distinct: int  # number of different compiled regions; equal regions share kernels
@@ -97,14 +97,14 @@ class PlannedStep:
     timed: str  # where the seconds are from: "measured" or "estimated"
     tier: HostTier | None = None  # the host storage for offloaded tensors; None: nothing is offloaded
     link: Link | None = None  # speeds of copies to the tier and back; None: nothing is offloaded
-    # figures of a step that updates its weights, and whose budget covers them; else None
+    # figures of a plan whose budget also covers the weights that the step updates; None for other plans
     weights: WeightBudget | None = None
     step: PlannableStep | None = None  # the step that was planned; None: the plan was read from a file
-    slices: tuple[SlicedRegion, ...] = ()  # regions (groups of ops) that run in slices of their rows
+    slices: tuple[SlicedRegion, ...] = ()  # groups of ops that run in slices of the batch or sequence
     slicing: Slicing | None = None  # the settings that `slices` were chosen with
     not_sliced: tuple[str, ...] = ()  # if slices were requested: reasons why ops that need much memory are not sliced
     more_slices: bool = False  # True: some ways to slice were not tried, and might need less memory
-    compiled: Compiled | None = None  # the ops that Inductor compiles; None: it compiles none
+    compiled: Compiled | None = None  # the groups of ops that Inductor compiles; None: there are none
     not_compiled: str = ""  # if compiled regions were requested and there are none: the reason
     # memory of the device that the user named, including parameters, inputs and optimizer state
     on_device: DeviceMemory | None = None

@@ -33,8 +33,10 @@ class Stored:
     option: int  # the save option with which A was stored
     born: int
     gone: int = -1  # -1: the value stays to the end
-    coming: "LinkCopy | None" = None  # the copy from the host that brings it; None: an op computes it
-    leaving: "LinkCopy | None" = None  # the copy to the host after which it may be freed; None: it stays on the device
+    # the copy from the host that brings the value to the device; None: an op computes the value
+    coming: "LinkCopy | None" = None
+    # the copy to the host after which the value may be freed; None: the value stays on the device
+    leaving: "LinkCopy | None" = None
     touched: bool = False  # True once an op or a token has used the value
 
 
@@ -42,21 +44,21 @@ class Stored:
 class LinkCopy:
     """A copy of a value between device and host."""
 
-    token: int  # index of its token in the schedule
+    token: int  # index of the copy's token in the text of the schedule
     value: Value
     stored: Stored
     outward: bool  # True: to the host; False: from the host
-    after: "LinkCopy | None"  # the copy that must have ended before this one starts, if any
-    due: int = -1  # for a copy from the host, the moment at which it must have ended
+    after: "LinkCopy | None"  # the copy that must have ended before this copy starts, if any
+    due: int = -1  # for a copy from the host, the moment at which the copy must have ended
 
 
 @dataclass(frozen=True)
 class OpRun:
     """A forward or backward of the schedule, with what it waits for."""
 
-    token: int  # index of its token in the schedule
+    token: int  # index of the op's token in the text of the schedule
     seconds: float
-    needs: tuple[LinkCopy, ...]  # copies of its operands from the host, which must have ended
+    needs: tuple[LinkCopy, ...]  # copies of the op's operands from the host, which must have ended before the op starts
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class _Reader:
         self.copies: list[LinkCopy] = []
         self.steps: list[OpRun] = []
         self.slots: list[list[Token]] = [[]]
-        self.extra: list[int] = []  # for each op, bytes allocated besides what it stores
+        self.extra: list[int] = []  # for each op, bytes allocated during the op besides what it stores
         self.turns: list[int] = []  # indices in `steps` of the backwards
 
     def take(self, token: int, op: Op) -> None:

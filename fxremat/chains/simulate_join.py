@@ -182,7 +182,7 @@ class _Device:
         del branch.stored[saved]
         branch.enter(number - 1)
         if first_of_trunk:
-            # the branches hold this gradient, as the gradients of their outputs
+            # the gradient of the trunk's input is stored as the gradients of the branches' outputs
             branch.constant -= branch.chain.input_grad_bytes
             self._turn()
         else:

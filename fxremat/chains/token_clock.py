@@ -61,10 +61,10 @@ class _Flow:
 
     copy: LinkCopy
     rate: float  # bytes per second
-    since: float  # time in seconds at which it last started, resumed or paused
+    since: float  # time in seconds at which the copy last started, resumed or paused
     moved: float = 0.0  # bytes copied by the time `since`
-    target: float = 0.0  # number of copied bytes at which it ends or pauses
-    until: float = inf  # time at which it reaches `target`; inf if it is paused
+    target: float = 0.0  # number of copied bytes at which the copy ends or pauses
+    until: float = inf  # time at which the copy reaches `target`; inf if it is paused
 
     def at(self, time: float) -> float:
         if self.until == inf:
@@ -98,7 +98,8 @@ class _Clock:
     ) -> None:
         self.script, self.schedule, self.link, self.fluid = script, schedule, link, fluid
         self.limit: float = inf if limit is None else limit
-        # need[q]: bytes at moment q, including values that are still leaving and those that have come early
+        # need[q]: bytes at moment q, including values whose copy to the host has not ended and values copied
+        # back early
         self.need = np.array(script.base, dtype=np.int64)
         for copy in script.copies:
             if copy.outward:

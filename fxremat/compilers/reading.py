@@ -44,7 +44,7 @@ NO_MARKS = (
 class Written:
     """A description of a new value of an input, in the form of AOTAutograd's output descriptions."""
 
-    mutated_input: object  # the description of the input that it overwrites
+    mutated_input: object  # the description (AOTAutograd's `desc`) of the input that this output overwrites
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,8 @@ def _mark(graph: fx.Graph, outputs: Sequence[Any]) -> list[int]:
     late = set(marked)
     for node in graph.nodes:
         if node in late or (node.op == "call_function" and not late.isdisjoint(node.all_input_nodes)):
-            late.add(node)  # nodes that read results of the backward belong to it too, such as optimizer updates
+            # nodes that read results of the backward, such as optimizer updates, belong to the backward too
+            late.add(node)
             node.meta[TAG] = OF_BACKWARD
     return sorted(range(len(outputs)), key=lambda place: _is_late(outputs[place]))
 

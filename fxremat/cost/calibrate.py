@@ -39,7 +39,7 @@ from fxremat.units import format_bytes
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-# a step is run only if this many times the memory that it needs is free, since the allocator's blocks leave gaps
+# a step is run only if this many times its memory is free, since the allocator's blocks leave gaps
 ROOM = 1.05
 RUNS = 3  # a step is run this many times, and the fastest run counts
 TURNS = 6  # largest number of runs of each program in a comparison

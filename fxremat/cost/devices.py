@@ -36,19 +36,21 @@ class Device:
     half_flops: float  # dense fp16 and bf16 matrix products: operations per second
     bandwidth: float  # device memory: bytes per second
     launch: float = 5e-6  # seconds of overhead of each op
-    link: float = PCIE_3  # bytes per second to the host, and at the same time from it
-    network: float | None = None  # bytes per second to other devices, and at the same time from them; None: as `link`
+    link: float = PCIE_3  # bytes per second of copies to the host, and at the same time of copies from the host
+    # bytes per second to other devices, and at the same time from other devices; None: as `link`
+    network: float | None = None
     latency: float = 20e-6  # seconds of overhead of each collective
     tf32_flops: float | None = None  # dense fp32 convolutions: operations per second; None: as `flops`
     bf16_flops: float | None = None  # bf16 matrix products: operations per second; None: as `half_flops`
     memory: int | None = None  # bytes; None: not stated
-    # True if it runs CUDA's kernels (or ROCm's of the same names) and PyTorch allocates in blocks as on CUDA
+    # True if the device runs CUDA's kernels (or ROCm's of the same names) and PyTorch allocates in blocks as on
+    # CUDA
     cuda: bool = True
     flash: bool = True  # True: half precision uses flash attention; False: memory-efficient attention
     # largest head dimension for which PyTorch before 2.14 prefers cuDNN's attention (later releases: any);
     # None: never
     cudnn_attention: int | None = None
-    source: str = ""  # where these numbers are stated
+    source: str = ""  # data sheet or web page that states these numbers
 
     def __str__(self) -> str:
         return self.name

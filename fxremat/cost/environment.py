@@ -136,7 +136,7 @@ def cuda_hardware(device: torch.device) -> Settings:
         "driver": driver_version(),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        # reading it raises if torch was built for another version
+        # reading the cuDNN version raises if torch was built for another one
         "cudnn version": _read(torch.backends.cudnn.version),
         "allocator": torch.cuda.get_allocator_backend(),
     }

@@ -47,7 +47,7 @@ COPYING = ("linalg_", "_linalg_", "lu_", "cholesky", "triangular_solve", "_fft_"
 """Prefixes of the names of ops whose workspace is at most one copy of all that they read and write."""
 MATRIX_EXP = 12  # a matrix exponential allocates this many copies of its input
 CHANNEL_BLOCK = 16  # CPU convolutions pad the number of channels to a multiple of this
-WRAPPED = 16  # bytes that CPU kernels allocate for a scalar that they read as a tensor
+WRAPPED = 16  # bytes that CPU kernels allocate for a scalar operand, which becomes a tensor
 SMALL = 1024  # bytes that linear algebra allocates for pivots, flags and scalars, besides copies
 CPU_ATTENTION = {  # CPU attention kernel -> the kernel for which torch has a formula for flops
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,

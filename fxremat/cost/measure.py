@@ -59,7 +59,8 @@ log = logging.getLogger(__name__)
 SAMPLE_SECONDS = 0.04  # an op runs repeatedly for this long, at least LEAST_RUNS and at most MOST_RUNS times
 LEAST_RUNS, MOST_RUNS = 3, 15
 RISE_SECONDS = 0.5  # this many seconds of work raise the clock rate of an idle GPU
-UNBOUNDED = 1 << 50  # bytes for a region that could not be measured, so that no program with it fits
+# bytes assumed for a compiled region that could not be measured, so that no plan with it fits any budget
+UNBOUNDED = 1 << 50
 
 
 def measure(

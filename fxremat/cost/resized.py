@@ -29,7 +29,8 @@ from fxremat.torch_private import unprofiled
 
 FEW = 256  # bytes; a smaller workspace is a number or a flag, and does not grow with the sizes
 AT_MOST = 10_000  # number of ops whose runs are remembered
-_took: dict[tuple[str, str], OpCost] = {}  # (environment, key of the op) -> its cost; only the bytes are measured
+# (environment, key of the op) -> measured cost, of which only the bytes are used
+_took: dict[tuple[str, str], OpCost] = {}
 _estimated: WeakKeyDictionary[Captured, Sequence[OpCost]] = WeakKeyDictionary()
 
 

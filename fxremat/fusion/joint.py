@@ -102,7 +102,7 @@ class _Uses:
     """Which of its inputs a unit (a group of steps that is compiled) may free or overwrite."""
 
     group: int  # number of the unit
-    last: dict[fx.Node, int]  # node -> number of the last unit that reads it
+    last: dict[fx.Node, int]  # node -> index of the last unit (compiled region or single op) that reads it
     first_late: int  # number of the first unit of the backward
 
     def dies(self, node: fx.Node) -> bool:

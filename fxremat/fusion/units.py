@@ -211,7 +211,9 @@ class _Groups:
 
     steps: list[list[int]]  # indices of the group's steps in the program
     fused: list[bool]  # True if other steps may join the group
-    shared: list[set[int]]  # versions of large values that the group's steps read or write
+    # large tensors (by number of their version, the result of one execution) that the group's steps read or
+    # write
+    shared: list[set[int]]
 
     def open(self, position: int, versions: Set[int], *, fused: bool) -> int:
         """Begin a group; return its index."""

@@ -35,8 +35,10 @@ class Captured(StepGraph):
     """A step graph together with the torch.fx graph that it was read from."""
 
     module: fx.GraphModule
-    nodes: tuple[fx.Node, ...]  # for each op, its node
-    shown: tuple[fx.Node, ...]  # for each value, its placeholder, the node of its op, or the getitem that selects it
+    nodes: tuple[fx.Node, ...]  # for each op, the fx node that computes it
+    # for each value, the fx node of its tensor: a placeholder, an op, or the getitem that selects it from an
+    # op's results
+    shown: tuple[fx.Node, ...]
     # node of a tensor, views included -> number of the value (storage) that it belongs to
     value_of: Mapping[fx.Node, int]
     primals: tuple[fx.Node, ...]
@@ -188,7 +190,7 @@ class _Reader:
         self.primals = tuple(node for node in placeholders if node not in tangents)
         self.gradient_of = self._gradients() if differentiable is None else dict.fromkeys(differentiable)
         self.values: list[Value] = []
-        self.shown: list[fx.Node] = []  # for each value, the node that shows it
+        self.shown: list[fx.Node] = []  # for each value, the fx node of its tensor
         self.value_of: dict[fx.Node, int] = {}
         self.late = self._late()
 
@@ -229,7 +231,7 @@ class _Reader:
             elif node.target is operator.getitem and node.args[0] in self.value_of:
                 self.value_of[node] = self.value_of[node.args[0]]  # selects an item from a tuple of views
             elif node.target is operator.getitem:
-                pass  # gets its value together with the op that it selects from
+                pass  # a getitem's value is recorded together with the op that it selects from
             elif (base := self._base_of_view(node)) is not None:
                 self.value_of[node] = base
             else:

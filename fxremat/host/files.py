@@ -55,7 +55,7 @@ class FileTier(HostTier):
                 )
         self.folder = None if folder is None else Path(folder)
         self.to_host, self.from_host = to_host, from_host
-        self.copies: list[Copied] | None = None  # set it to a list to record every copy in it
+        self.copies: list[Copied] | None = None  # if set to a list, every copy is appended to it
         self._begin_anew()
 
     def _begin_anew(self) -> None:

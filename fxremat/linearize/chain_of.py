@@ -81,7 +81,8 @@ class _Builder:
         """
         passing = {v for v, (made, read) in self.gradients.items() if read <= block < made}
         alive = {value for value in self.layout.held if self._first_reader[value] <= block}
-        last = block == len(self.layout.blocks) - 1  # the scratch of the last block's backward counts them
+        # weight gradients count as scratch memory of the last block's backward
+        last = block == len(self.layout.blocks) - 1
         tangents = {t for t, reader in self._tangents.items() if reader <= block and not last}
         return self._size(passing - self._entering(block)) + self._size(alive) + self._size(tangents)
 

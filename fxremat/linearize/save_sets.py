@@ -38,8 +38,8 @@ LEAST_STEP = 0.02  # corners closer than this fraction of the block's bytes coun
 class SaveSet:
     """One way to save a block: values to keep, and the recomputation that they leave."""
 
-    values: frozenset[int]  # the values kept, which were computed in the block; its output is among them
-    bytes: int  # bytes of these values
+    values: frozenset[int]  # the values of the block that are saved, its output included
+    bytes: int  # total bytes of the saved values
     seconds: float  # seconds of the ops that have to run again before the backward
 
 

@@ -28,8 +28,8 @@ class Sharing(NamedTuple):
     rows: int  # number of rows of the full parameter, the size of its first dimension
     dtype: torch.dtype  # the dtype that the model computes in
     reduced_in: torch.dtype | None  # the dtype in which gradients are added; None: that of the gradient
-    group: str  # the process group over which it is sharded; "": each rank has all of it
-    replicas: str  # the process group of ranks with equal shards; "": there is none
+    group: str  # the process group over which the parameter is sharded; "": each rank has all of it
+    replicas: str  # the process group of the ranks that hold equal shards; "": no other rank holds an equal one
     op: str  # "avg" or "sum"
     before: float  # divisor of gradients before the reduction
     after: float  # divisor of gradients after the reduction

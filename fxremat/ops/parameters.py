@@ -88,8 +88,8 @@ class Weights:
         self.name = f"weights-{next(_numbers)}"
         _known[self.name] = self
         self.optimizer, self.tier, self.device = optimizer, tier, device
-        self.hosted: dict[int, torch.Tensor] = {}  # index of a parameter -> its memory on the host
-        # index of a parameter -> the tensor without memory that it shows to the forward
+        self.hosted: dict[int, torch.Tensor] = {}  # index of a parameter on the host -> its tensor there
+        # index of a parameter on the host -> a tensor of its shape without memory, which the forward receives
         self._shells: dict[int, torch.Tensor] = {}
         self._homes: set[int] = set()  # addresses of memory on the host, which parameters and state keep alive
         self._single: dict[int, tuple[torch.optim.Optimizer, nn.Parameter]] = {}
@@ -182,7 +182,7 @@ class Weights:
             if number not in hosted and parameter.device != self.device:
                 parameter.data = parameter.data.to(self.device)
                 self._bring_state(parameter)
-                # otherwise it would keep the entire shared storage alive
+                # a view that stays would keep the whole shared storage alive, so it gets memory of its own
             elif number not in hosted and storage_of(parameter) in left:
                 parameter.data = _moved(parameter.data, self.device)
         self._send_states_home()

@@ -32,7 +32,7 @@ from fxremat.passes.evaluate import evaluate
 aten = torch.ops.aten
 
 TRAINING = 7  # index of the argument `train` of the backward op
-RUNNING_MEAN, RUNNING_VARIANCE = 3, 4  # indices of these arguments of the backward op
+RUNNING_MEAN, RUNNING_VARIANCE = 3, 4  # indices of the running mean and variance among the arguments of the backward op
 HALVED = (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
 
 

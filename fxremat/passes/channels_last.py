@@ -234,7 +234,7 @@ class _Conversion:
             return
         try:
             shown = evaluate(node)
-        except Exception:  # for example a view that is impossible with these strides
+        except Exception:  # raised for example by a view that is impossible with channels_last strides
             self._as_captured(node)
         else:
             self._show(node, shown)

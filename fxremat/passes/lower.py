@@ -75,9 +75,9 @@ class Part:
     """The forward or the backward graph under construction, with the nodes that exist in it so far."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
-    # version of a value -> the node that has its entire storage
+    # version (result of one execution of a value's op) -> node of its entire storage
     bases: dict[int, fx.Node] = field(default_factory=dict)
-    # (version, node of the joint graph) -> the view in this graph
+    # (version of a value, view node of the joint graph) -> the same view in the lowered graph
     views: dict[tuple[int, fx.Node], fx.Node] = field(default_factory=dict)
     seeds: dict[int, fx.Node] = field(default_factory=dict)  # random op -> the node of its saved generator state
     # number of a round trip to the host -> the node of the copy on the host
@@ -93,7 +93,7 @@ class Lowering:
     def __init__(self, program: Program, tier: str, handles: Handles | None, fresh: Set[int]) -> None:
         self.program, self.fresh = program, fresh
         self.tier, self.handles = tier, handles
-        self.copies_in = {  # number of a copy from the host -> the parameter that it brings
+        self.copies_in = {  # index of a copy from the host -> the parameter that is copied
             step.trip: program.version_of[step.writes[0]]
             for step in program.steps
             if isinstance(step, Transfer)
@@ -101,7 +101,8 @@ class Lowering:
             and program.fetched.intersection(step.writes)
         }
         self.joint = captured_of(program.layout.graph)
-        self.under_way = {  # versions that are the first results of collectives which are waited for in a later step
+        # versions (results of one execution) that a collective writes and that are waited for in a later step
+        self.under_way = {
             step.reads[0] for step in program.steps if step.role is Role.COMPLETE
         }
         self.forward, self.backward = Part(), Part()

@@ -284,7 +284,8 @@ class _Search:
         while True:
             try:
                 found = self.within(room)
-            except BudgetTooSmall as error:  # its minimum may come from estimated costs; exact costs may need more
+                # the error's minimum may come from estimated costs; exact costs may need more
+            except BudgetTooSmall as error:
                 room = max(room + 1, error.minimum)
                 continue
             if found.most <= self.settings.mem:

@@ -54,7 +54,7 @@ class Spending:
     returned: int  # bytes of the output; a loss is kept until the step ends
     forward_peak: int  # bytes in addition to what other micro-batches have saved
     backward_peak: (
-        int  # bytes, with what this micro-batch saved and the gradient of its output, which the engine keeps alive
+        int  # peak bytes of the backward, with what this micro-batch saved and the gradient of the stage's output
     )
 
     @property

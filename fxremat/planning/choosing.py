@@ -61,7 +61,7 @@ def _calibrated(survey: Survey, options: Options) -> Survey:
     Estimated costs stay as they are. Without offloading, `BudgetTooSmall` is raised before anything runs.
     """
     if options.host is None:
-        _fastest(survey)  # for its error: raises `BudgetTooSmall` before anything runs
+        _fastest(survey)  # called only to raise `BudgetTooSmall` before anything runs, if nothing fits
     if not options.measures:
         return survey
     near = survey.frontier.nearest(survey.limit.bytes).program()

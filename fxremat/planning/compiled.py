@@ -86,7 +86,7 @@ class _Chosen:
     candidate: Candidate
     units: Units  # compiled regions and single ops, in order; () if the program runs op by op
     seconds: float
-    why: str  # the reason why the program runs op by op; unused if it has compiled regions
+    why: str  # the reason why nothing is compiled; unused if something is
 
 
 def with_compiled_kernels(plan: Plan, step: Step, options: Options) -> Plan:
@@ -105,7 +105,8 @@ class _Search:
         self._kernels = Kernels(settings=config, decompositions=DECOMPOSITIONS, required=ALWAYS_COMPILED)
         self._single = plan.costs  # seconds and bytes of each op when it runs by itself
         self._budget = plan.budget  # bytes; lowered if a program allocates more than was predicted
-        # for each op: its seconds inside compiled regions / its seconds by itself; None until measured
+        # for each op: its seconds inside compiled regions / its seconds as an uncompiled op; None until
+        # measured
         self._shares: Sequence[float] | None = None
         self._tried: list[Judged] = []  # programs in compiled regions that were measured so far
         self._gaining = False  # True once some program would be faster in compiled regions than op by op

@@ -24,7 +24,7 @@ from fxremat.search.executions import keep_all_peak
 from fxremat.step.costs import Costs
 from fxremat.step.step_graph import Kind, StepGraph
 
-Order = Callable[[], Sequence[int]]  # returns the order in which ops run while they are measured
+Order = Callable[[], Sequence[int]]  # a function that returns the order in which ops run while their costs are measured
 
 
 def facts_of(step: Step, options: Options, order: Order | None = None) -> Costs:

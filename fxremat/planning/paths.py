@@ -60,10 +60,10 @@ class SizedPrograms:
 
     programs: Sequence[CallProgram]
     outputs: Mapping[int, int]  # bytes of each output that the graph allocates, by value
-    gradients: int  # total bytes of the gradients that its backward returns
+    gradients: int  # total bytes of the gradients that the graph's backward returns
     inputs: Mapping[int, int]  # bytes of each input, by value
-    largest: int  # bytes of the largest tensor that it allocates
-    layouts: Sequence[tuple[int, ...]]  # strides of the gradients of its outputs, as traced
+    largest: int  # bytes of the largest tensor that the graph's ops allocate
+    layouts: Sequence[tuple[int, ...]]  # strides that the gradients of the graph's outputs had when it was traced
 
     @classmethod
     def of(cls, graph: Captured, costs: Costs, programs: Sequence[CallProgram]) -> SizedPrograms:
@@ -132,7 +132,8 @@ class PathPlans:
         self._python: dict[str, None] = {}
         self._largest = 0  # bytes of the largest tensor that a known graph allocates
         self._last: tuple[Node, ...] = ()  # the sequence of calls of the last step
-        self._in_vain = 0  # consecutive steps after which some bytes on their path were still not measured
+        # number of consecutive steps after which some bytes between graph calls were still not measured
+        self._in_vain = 0
         self._plan: paths.Path | None = None  # the plan for the path of the last step
         self._stale = True
         self._set_limit()

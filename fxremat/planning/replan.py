@@ -19,7 +19,7 @@ from fxremat.search.replan import is_near, judged_again
 from fxremat.step.step_graph import StepGraph
 from fxremat.units import Least
 
-NEAREST = 3  # this many plans, those nearest in size, contribute candidates
+NEAREST = 3  # number of known plans, those nearest in input sizes, that contribute candidates to a new plan
 
 Choice = Callable[[Sequence[Candidate]], Candidate]  # chooses from the candidates that fit, which come fastest first
 

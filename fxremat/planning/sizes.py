@@ -28,9 +28,10 @@ from fxremat.progress import planning
 from fxremat.units import Percent, format_bytes
 
 KNOWN = 8  # this many plans that were searched from nothing are kept, and re-evaluated at other sizes
-GROWTH = 1.5  # if a call exceeds the range that the user gave, the range is extended to this times its size
+GROWTH = 1.5  # factor by which the user's range of a size is extended beyond a call's size that exceeds it
 
-Dimension = tuple[str, int | None]  # an input's name and one of its dimensions; None: the input is itself a number
+# (name of an input, one of its dimensions); None for an input that is itself a number
+Dimension = tuple[str, int | None]
 
 
 @dataclass(frozen=True)

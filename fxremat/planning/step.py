@@ -39,9 +39,11 @@ class Step:
 
     graph: Captured
     inputs: Sequence[Any] = ()  # arguments of the captured graph; (): ops that have to be measured run on made-up data
-    trained: TrainedParameters | None = None  # the parameters that the step updates; None: it only returns gradients
+    # the parameters that the step updates; None: the step only returns gradients
+    trained: TrainedParameters | None = None
     called_with: str = ""  # the sizes of the inputs as text, for messages
-    as_eager: Captured | None = None  # the step as eager PyTorch runs it, where `graph` was prepared for other kernels
+    # the step's graph as eager PyTorch runs it, if `graph` was prepared for other kernels; else None
+    as_eager: Captured | None = None
     # the peak that a budget in percent refers to; None: this step's own peak without recomputation
     reference: Reference | None = None
     ranks: Agreement = ALONE  # the ranks that plan and run the step together

@@ -47,7 +47,7 @@ class Survey:
     step: Step
     costs: Costs
     frontier: Frontier
-    limit: Limit  # the budget; its bytes are known
+    limit: Limit  # the budget, with its bytes already computed
     # the rewritten graph, if ops of the step run in slices; None: the step as captured
     sliced: SlicedJoint | None = None
     measured: bool = True  # False: the costs of ops that were never measured are estimates

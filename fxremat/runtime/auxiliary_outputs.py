@@ -67,7 +67,8 @@ class Outputs:
     """The positions of a graph's outputs that require grad."""
 
     expected: tuple[int, ...]  # outputs that will get a gradient: scalars, and outputs from which no scalar is computed
-    beside: tuple[int, ...]  # auxiliary outputs: a scalar output, such as a loss, is computed from them
+    # indices of auxiliary outputs: outputs from which a scalar output, such as a loss, is computed
+    beside: tuple[int, ...]
 
 
 def auxiliary_outputs_of(module: fx.GraphModule) -> Outputs:

@@ -46,7 +46,7 @@ class Moment:
     kind: str
     node: Node | None  # the call in the tree of known paths, if the moment belongs to one
     border: Border
-    saved: int  # bytes that calls had saved for their backwards by then, without outputs
+    saved: int  # bytes that calls of graphs had saved for their backwards at this moment, without outputs
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class Step:
     added: dict[int, int] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
-    saved: int = 0  # bytes that calls have saved for their backwards
+    saved: int = 0  # bytes that calls of graphs have saved for their backwards so far
     in_backward: bool = False  # True once the first backward of a call has begun
     over: bool = False  # True once the backward of the step has ended
 
@@ -142,15 +142,16 @@ class Call:
     # tensors saved for the backward; None: dropped, so that the forward has to run again
     saved: list[Any] | None = None
     own: int = 0  # bytes of the saved tensors
-    differentiated: bool = False  # True once its backward has begun
+    differentiated: bool = False  # True once the backward of this call has begun
     token: int = field(default_factory=lambda: next(_tokens))
-    leaves: frozenset[int] = frozenset()  # the `id` of each parameter that it reads, in measured steps
+    # the `id` of each parameter that this call reads; filled only in measured steps
+    leaves: frozenset[int] = frozenset()
     _versions: list[int] = field(default_factory=list)
-    # number of an input -> function that tells whether it is still alive
+    # index of an input -> function that tells whether the input is still alive
     _inputs: dict[int, Callable[[], bool]] = field(default_factory=dict)
-    # number of an output -> function that tells whether it is still alive
+    # index of an output -> function that tells whether the output is still alive
     _alive: dict[int, Callable[[], bool]] = field(default_factory=dict)
-    # number of a floating-point output -> its storage, and its size and dtype
+    # index of a floating-point output -> (id of its storage, its size and dtype)
     _floats: dict[int, tuple[int, Output]] = field(default_factory=dict)
 
     @property

@@ -83,7 +83,7 @@ class Coordinator:
     @property
     def plan(self) -> PlanOfGraphs | None:
         """The plan for the last step's sequence of calls; None before the first step has ended, or if none fits."""
-        with contextlib.suppress(BudgetTooSmall):  # the next step will raise it
+        with contextlib.suppress(BudgetTooSmall):  # if nothing fits, the next step raises the error
             self.settle()
         return self.plans.plan
 
@@ -153,7 +153,7 @@ class Coordinator:
                 self.plans.check_backward(self._step.nodes, self._step.gradients_behind)
             trained = [*outputs]
             losses = [(count, dtype) for count, dtype in trained if count == 1]
-            # gradients are expected only for the loss, not for outputs that the model returns besides it
+            # gradients are expected only for the loss, not for the model's other outputs
             if losses and self._gradients == "loss":
                 trained = losses
             self._step.meter.leave(sum(assumed_for(count, dtype) for count, dtype in trained))
@@ -229,7 +229,7 @@ class Coordinator:
             return
         if not self.plans.is_share:
             raise self.plans.refusal(step.nodes, node, needed, step.gradients_behind)
-        # measure the next steps again, as this one needs more than was known
+        # measure the next steps again, since this step needed more memory than was known
         self._unsettled, self._in_vain = SETTLED, 0
 
     def _let_go(self, call: Call) -> None:
@@ -276,7 +276,7 @@ class Coordinator:
         gradients = call.graph.run_backward(emitted, call.dims, saved, tangents)
         if step.measured and not again:
             node.free(call.dead_inputs)
-            if not holds_gradients():  # otherwise they are counted as held already
+            if not holds_gradients():  # in other versions of PyTorch these gradients are counted already
                 node.shared = max(node.shared, sum(size for is_alive, size in given if is_alive()))
         step.note("returned", node)
         return without(gradients, call.graph.outputs_needed, unused)

@@ -44,8 +44,8 @@ REFUSED = (
 class Rerun:
     """What is known about running a captured graph a second time."""
 
-    draws: bool  # True if it draws random numbers
-    refusal: str = ""  # the reason why it cannot run again; "" if it can
+    draws: bool  # True if the graph draws random numbers
+    refusal: str = ""  # the reason why the graph cannot be run a second time; "": it can
 
 
 class TwiceDifferentiable:

@@ -187,7 +187,7 @@ class Backend:
         self._inputs, began = inputs, time.monotonic()
         outputs = auxiliary_outputs_of(module)
         trained = sorted((*outputs.expected, *outputs.beside))
-        # the step that the partition function made, until its backward is compiled
+        # the step (runnable plan) made by the partition function, until its backward is compiled
         made: list[_FixedStep | Sized | CalledGraph] = []
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         names = map(parameter_name, placeholders)

@@ -23,7 +23,7 @@ class Emitted:
     forward_sizes: tuple[Size, ...]  # symbolic sizes that the forward takes after the primals
     backward_sizes: tuple[Size, ...]  # symbolic sizes that the backward takes first
     tensors: int  # number of tensors that the forward saves
-    numbers: int  # number of Python numbers that it saves after the tensors, without sizes
+    numbers: int  # number of Python numbers that the forward saves after the tensors, symbolic sizes not counted
 
 
 @dataclass

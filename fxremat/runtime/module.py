@@ -108,7 +108,8 @@ class _Training:
     """The state that fxremat keeps for a module returned by `fxremat.compile`."""
 
     model: nn.Module
-    own: Any  # the method as set on the instance before fxremat.compile; None: it is the class's
+    # the method, if one was set on the model instance before fxremat.compile; None: the class's method is used
+    own: Any
     plain: Callable[..., Any]  # the model's own method that is planned; `forward` unless the user names another
     backend: Backend
     step: Callable[..., Any]  # the captured and planned form of `plain`
@@ -121,11 +122,13 @@ class _Training:
     warned: bool = False  # True once a warning said that the budget does not hold
     keeps_masks: bool = False  # True if full padding masks stay in the graph, since the model computes some itself
     hooks_off: bool = False  # True if forward hooks that only call requires_grad_ are removed during capture
-    replaced: tuple[Any, Any] = (None, None)  # a forward that was set on the instance later, and its wrapper
+    replaced: tuple[Any, Any] = (None, None)  # (a `forward` that was set on the instance later, its wrapper)
     # module whose forward was replaced -> its planned child
     children: dict[nn.Module, PlannedChild] = field(default_factory=dict)
-    in_parts: Callable[..., Any] | None = None  # `plain`, captured as several graphs; None: it is captured as one
-    may_try: bool = False  # True while a model of several graphs may run, to be planned before its first training call
+    # `plain`, captured by dynamo as several graphs; None: it is captured as one graph
+    in_parts: Callable[..., Any] | None = None
+    # True while a model of several graphs may run once, in order to be planned before its first training call
+    may_try: bool = False
     # True if the forward was replaced and cannot be captured, so that a child is planned instead
     by_child: bool = False
     watched: list[Any] = field(default_factory=list)  # hooks of parameters, until a training call is planned
@@ -151,7 +154,7 @@ class _Training:
             raise error
         parent = replaced_in(self.model, itself=self.own is not None)
         if parent is not None and self.child_of(parent) is not None:
-            raise error  # a wrapper around the model breaks the graph, so the model inside of it is planned
+            raise error  # a wrapper around the model breaks the graph, so the wrapped model is planned instead
         clear = explained(error, lambda: _plain_error(self, args, kwargs))
         if not isinstance(clear, CaptureError):
             raise error
@@ -726,7 +729,8 @@ def _run_in_parts(training: _Training, args: tuple[Any, ...], kwargs: dict[str, 
     except Exception as error:
         if begin is not None and isinstance(planning_error(error) or error, ComputedMask):
             begin.restore()
-        if coordinator.steps == 1:  # perhaps these inputs were wrong; the next call tries to capture one graph again
+        # only these inputs may have been wrong, so the next call tries to capture one graph again
+        if coordinator.steps == 1:
             training.in_parts = training.backend.coordinator = None
         raise
 

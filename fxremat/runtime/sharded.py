@@ -50,9 +50,9 @@ REPLICATED = "_fxremat_replicated"  # attribute of a model whose parameters all 
 class Reduction(Enum):
     """How a step treats its gradients."""
 
-    REDUCE = "reduce"  # reduce them over the ranks
-    KEEP = "keep"  # keep them unreduced, in full size on this rank
-    REDUCE_ALL = "reduce all"  # reduce them together with the gradients that earlier steps kept
+    REDUCE = "reduce"  # reduce the gradients over the ranks
+    KEEP = "keep"  # keep the gradients unreduced, in full size on this rank
+    REDUCE_ALL = "reduce all"  # reduce the gradients together with those that earlier steps kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +83,8 @@ class Shared:
     # index in `parameters` -> tensor whose `.grad` holds unreduced gradients
     unreduced: dict[int, torch.Tensor] = field(default_factory=dict)
     sync: bool = True  # True if gradients are reduced; for sharded models FSDP2's own flag counts too
-    reduction: Reduction = Reduction.REDUCE  # what the current step does with its gradients
-    active: bool = False  # True while reading a parameter gathers it
+    reduction: Reduction = Reduction.REDUCE  # what the current step does with the gradients of sharded parameters
+    active: bool = False  # True while sharded parameters are gathered when they are read
     # returns the step whose backward will reduce the unreduced gradients, or None
     _taken: Callable[[], _Step | None] = _nobody
 

@@ -32,7 +32,7 @@ MARK = [size for each in MARKS for size in (each, -each)]
 
 They are followed by one of `Recorded.number` bytes, which identifies the meter.
 """
-FIRST, MOST = 5, 64  # the numbers of meters begin with `FIRST`, and repeat after `MOST` of them
+FIRST, MOST = 5, 64  # ids of meters count up from `FIRST`, and start again after `MOST` ids
 
 
 class Border:

@@ -24,10 +24,10 @@ from fxremat.ops.gathered import Sharing
 class ShardedParameter:
     """A parameter that is sharded, or replicated, by `fully_shard`."""
 
-    # (module, name) for each module that has the parameter; several if it is tied
+    # (module, attribute name) of each module that has the parameter; several for a tied parameter
     places: tuple[tuple[nn.Module, str], ...]
     sharing: Sharing
-    # mesh and placements after the gather, if tensor parallelism shards it too
+    # (mesh, placements) of the gathered parameter if tensor parallelism also shards it; None: it does not
     inner: tuple[Any, tuple[Any, ...]] | None
 
 

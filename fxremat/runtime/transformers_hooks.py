@@ -30,7 +30,7 @@ def set_up(model: nn.Module, place: str) -> bool:
     models = [module for module in model.modules() if isinstance(module, base)]
     hooked = {id(module) for module in models if getattr(module, "_output_capturing_hooks_installed", False)}
     found = False
-    for module in models:  # outer modules come first, and install the hooks of those inside
+    for module in models:  # outer modules come first, since their hooks also install those of inner modules
         if hooked.isdisjoint(id(inner) for inner in module.modules()):
             capturing.maybe_install_capturing_hooks(module)
             hooked |= {id(inner) for inner in module.modules()}

@@ -32,7 +32,7 @@ class FromSchedule:
     """The origin of a candidate that a solver found, as a schedule of the layout's blocks."""
 
     schedule: Schedule
-    known: Order | None = None  # the order of ops that the schedule means; None until it is computed
+    known: Order | None = None  # the order of executed ops that the schedule stands for; None until it is computed
 
     def order(self, layout: Layout) -> Order:
         """Return the order in which ops run, recomputations included. O(steps)."""
@@ -139,7 +139,7 @@ Origin = FromSchedule | Refined | Transferred | Communicating | InUnits
 class Candidate:
     """One way to run a training step: a program of ops and recomputations, with its exact peak and its time."""
 
-    peak: int  # bytes above those allocated when the step begins
+    peak: int  # peak bytes above what is allocated when the step begins
     time: float  # seconds
     layout: Layout
     origin: Origin

@@ -34,9 +34,9 @@ def keep_all_peak(graph: StepGraph, costs: Costs) -> int:
 
 
 class _Execution(NamedTuple):
-    reads: Sequence[int]  # numbers of the values that it reads
+    reads: Sequence[int]  # indices of the values that the execution reads
     writes: Sequence[int]
-    extra: int = 0  # bytes allocated while it runs, beyond what it reads and writes
+    extra: int = 0  # bytes allocated only during the execution, besides what it reads and writes
     seconds: float = 0.0
 
 

@@ -37,7 +37,7 @@ class Floor:
     """The moment at which a program's memory is largest."""
 
     bytes: int  # the peak, in bytes
-    moment: str  # the op that runs, and the source line that it comes from
+    moment: str  # the op that runs at the peak, and its source line
     kinds: tuple[tuple[MemoryKind, int], ...]  # bytes of each kind of memory, largest first
 
     def __str__(self) -> str:

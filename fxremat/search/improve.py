@@ -30,7 +30,7 @@ from fxremat.search.replay import (
 )
 
 PATIENCE = 500  # the search ends after this many consecutive changes without improvement
-OVERHEAD = 50  # cost of one change besides its replays, as a number of replayed pages
+OVERHEAD = 50  # cost of one change besides simulating it, in units of simulated pages (64 executions)
 STRETCH = 0.1  # one change adds at most this fraction of the optional executions
 NOISE = 1.0  # largest standard deviation of the logarithm of the random factor on seconds per byte
 MANY = 1500  # replaying a page takes twice as long for every this many values of the tape

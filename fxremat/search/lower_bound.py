@@ -144,7 +144,7 @@ class _Rows:
 
     def _solve(self) -> float:
         """Return the LP's optimum, the least seconds of recomputation; infinite if infeasible, 0.0 if not solved."""
-        if not self.entries:  # there are no variables, only limits on bytes that recomputation cannot free
+        if not self.entries:  # there is nothing to recompute, so only fixed bytes have to be within the budget
             return 0.0 if min(self.limits, default=0.0) >= 0 else math.inf
         from scipy.optimize import linprog  # the import takes a second, so it is done only here
         from scipy.sparse import coo_array
@@ -155,7 +155,8 @@ class _Rows:
                 seconds[place] = self.costs.seconds[index]
         rows, columns, factors = zip(*self.entries, strict=True)
         matrix = coo_array((factors, (rows, columns)), shape=(len(self.limits), len(self.columns))).tocsr()
-        # scales each row to 1, since some have coefficients in bytes and others fractions
+        # some rows have coefficients in bytes and others in fractions, so each is scaled to a largest
+        # coefficient of 1
         weight = 1 / np.maximum(1.0, abs(matrix).max(axis=1).toarray().ravel())
         found = linprog(
             seconds / max(seconds.max(), 1e-30),

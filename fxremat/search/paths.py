@@ -50,21 +50,23 @@ class Node:
     graph: Any  # the graph that is called; None for the root, which is the beginning of the step
     programs: Programs = ()  # ways to run the graph, at the largest sizes of its calls
     outputs: Mapping[int, int] = field(default_factory=dict)  # bytes of each output that the graph allocates, by value
-    gradients: int = 0  # total bytes of the gradients that its backward returns
+    gradients: int = 0  # total bytes of the gradients that the backward of this graph call returns
     inputs: Mapping[int, int] = field(default_factory=dict)  # bytes of each input, by value
     children: dict[Any, Node] = field(default_factory=dict)
     count: int = 0  # number of steps that made this call
-    before: int = 0  # bytes when its forward begins
-    after: int = 0  # largest bytes between its forward and the next call's, or until backward begins
-    back: int = 0  # bytes when its backward begins, with the gradients of its outputs
-    behind: int = 0  # largest bytes between its backward and the next call's, or until backward ends
-    freed: frozenset[int] | None = None  # inputs that only this call holds when its backward begins; None: not known
-    shared: int = 0  # bytes of gradients of its outputs that others hold until its backward has ended
-    strided: bool = False  # True if some gradient of its outputs arrived with other strides than were traced
+    before: int = 0  # bytes allocated when the forward of this graph call begins
+    # largest bytes between this call's forward and the next call's forward, or the beginning of the backward
+    after: int = 0
+    back: int = 0  # bytes allocated when this call's backward begins, with the gradients of its outputs
+    behind: int = 0  # largest bytes between this call's backward and the next backward, or the end of all backwards
+    # inputs that only this call keeps alive when its backward begins; None: unknown
+    freed: frozenset[int] | None = None
+    shared: int = 0  # bytes of the gradients of this call's outputs that others keep alive until its backward has ended
+    strided: bool = False  # True if a gradient of this call's outputs arrived with other strides than were traced
     measured: bool = False  # False while the numbers are assumptions
-    # outputs that were alive when its backward began, and are included in the numbers
+    # outputs of this call that were alive when its backward began; the measured bytes include them
     held: frozenset[int] = frozenset()
-    idle: bool | None = None  # True if its backward did not run in any step; None: not known
+    idle: bool | None = None  # True if this call's backward did not run in any step; None: unknown
     # for each level of bytes saved by earlier calls, the index of the chosen program
     policy: NDArray[np.int64] | None = None
 

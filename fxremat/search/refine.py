@@ -111,7 +111,8 @@ class _Search:
         self._given, self._costs, self._work = ladder.given, costs, work
         self._near = NEAR * ladder.given.keep_all.time
         self._skeletons = Skeletons(ladder.given.keep_all.layout.graph, costs)
-        self._skeleton: tuple[Candidate, Skeleton] | None = None  # the last starting point with its skeleton, for reuse
+        # the last starting candidate and its preprocessed form, kept for reuse
+        self._skeleton: tuple[Candidate, Skeleton] | None = None
 
     def climb(self, rung: int) -> None:
         """Search for a faster program within `rung` bytes, and append it to `found` if there is one."""

@@ -37,15 +37,15 @@ class Tape(NamedTuple):
     write_from: Ints
     writes: Ints
     sizes: Ints  # bytes of each value
-    extra: Ints  # bytes that each execution allocates while it runs, beyond what it reads and writes
+    extra: Ints  # for each execution, bytes allocated only during it, besides what it reads and writes
     seconds: Floats
-    seeds: int  # values from this number on are generator states, which occupy memory only if they are read
+    seeds: int  # values from this index on are saved generator states, which occupy memory only if they are read
 
 
 class Pages(NamedTuple):
     """The results of a replay, page by page; page p holds the executions from PAGE * p on."""
 
-    runs: Bits  # for each execution, whether it happens
+    runs: Bits  # for each possible execution of an op, 1 if it runs
     alive: Bits  # [pages + 1, values]: whether each value is alive before each page, and at the end
     levels: Ints  # [pages + 1]: bytes alive before each page, and at the end
     peaks: Ints  # [pages]: largest bytes during an execution of the page

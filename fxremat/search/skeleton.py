@@ -36,7 +36,7 @@ class Skeleton:
 
     layout: Layout
     tape: Tape
-    choice: Bits  # the choice that gives this program: for each execution, whether it happens
+    choice: Bits  # for each possible execution of an op, 1 if this candidate runs it
     # the op of each execution; -1 for the end of the forward, the arrival of gradients and the end of the step
     ops: Ints
     blocks: Ints  # the block (run of ops between two cuts) of each execution; -1 where `ops` is -1

@@ -232,7 +232,7 @@ def _joined(judge: _Judge, graph: StepGraph, slots: int) -> Iterator[Candidate]:
     budget = JOINS["keep_all"](join, FAR, slots).peak
     try:
         table = canonical.build(join, budget, JOIN_SLOTS)
-    except FxrematError:  # there are too many towers for a table
+    except FxrematError:  # raised if there are too many branches for a table
         return
     while budget >= table.least:
         try:
@@ -240,7 +240,7 @@ def _joined(judge: _Judge, graph: StepGraph, slots: int) -> Iterator[Candidate]:
         except BudgetTooSmall:  # a small budget can fail, because memory is rounded to coarse levels
             return
         schedule = on_the_layout(timeline.schedule, parts)
-        # a gradient that both towers add to may be delayed until values that it needs are freed
+        # a gradient that both branches add to may have to wait until values that it needs are freed
         with suppress(InvalidSchedule):
             (judged,) = judge.of(layout, [schedule])
             yield replace(judged, origin=FromJoin(schedule, judged.order(), timeline=timeline))

@@ -49,7 +49,7 @@ class Share:
 class ModuleNode:
     """A module of the model with its submodules."""
 
-    path: str  # "" for the model itself
+    path: str  # path of the module, such as "layers.3"; "" for the model itself
     own: Share  # figures of the ops in the module's own forward, without those of its submodules
     parts: tuple[ModuleNode, ...]  # the module's submodules
 

@@ -29,7 +29,7 @@ class Moment:
     end: float
     role: str
     op: int | None  # index of the op that is executed; None: no op is
-    block: int  # index of the block (part of the model's chain) it belongs to, from 0
+    block: int  # index of the block (run of consecutive ops of the model) that the moment belongs to, from 0
     value: int | None = None  # index of the value that is copied, or whose optimizer state is; None: nothing is copied
 
 

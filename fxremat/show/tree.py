@@ -33,8 +33,8 @@ def what_it_does(share: Share) -> tuple[float, ...]:
 class Row:
     """A table row of one or more modules."""
 
-    depth: int  # 0 for the model, 1 for its submodules, and so on
-    label: str  # such as "blocks.0-5"
+    depth: int  # depth of the row's modules: 0 for the model, 1 for its submodules, and so on
+    label: str  # names of the row's modules, such as "blocks.0-5"
     count: int  # number of modules
     share: Share  # figures of the modules together
     paths: tuple[str, ...]  # full paths of the modules

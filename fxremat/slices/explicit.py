@@ -102,7 +102,7 @@ def _added_as_whole(
     result = write(op, only, first, None, reduction, IGNORED)
     shape = list(_shown(only).shape)
     zeros = write(aten.zeros.default, shape, dtype=_shown(losses).dtype, device=value.device)
-    # depends only on the targets, so it is known before any slice runs
+    # the total weight depends only on the targets, so it is computed before any slice runs
     weight = write(op, zeros, first, None, reduction, IGNORED)
     return write(operator.getitem, result, 0), write(operator.getitem, weight, 1)
 

@@ -30,7 +30,7 @@ class Way:
     """One way to run an op in slices: how its inputs and its outputs are cut."""
 
     reads: Mapping[fx.Node, Part]
-    writes: tuple[Part, ...]  # for each output, how it is cut
+    writes: tuple[Part, ...]  # for each output of an op, the dimension along which it is cut into slices
 
 
 Rule = Callable[[fx.Node, int], Iterator[Way]]

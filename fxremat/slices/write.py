@@ -40,7 +40,7 @@ class Writer:
         self.backward = [op for op in found.ops if op in values.late]
         self.sums: list[fx.Node] = []  # results that are sums over the slices
         self.summed: list[str] = []  # the modules, or names, of sums that have more than one number
-        self.summed_in: set[str] = set()  # the dtypes in which these are accumulated
+        self.summed_in: set[str] = set()  # the dtypes in which gradients are summed over slices
 
     def made_again(self) -> list[fx.Node]:
         """Insert a forward op, and a backward op that runs each slice's forward again; return the new nodes."""

@@ -35,7 +35,7 @@ DEFAULT = "input_drop"  # the default chain solver, from whose schedules other s
 _ROUNDS = 4  # number of bisections of the budget that tables are built for
 _QUICK = 5e9  # a table that takes more additions is built only once
 _SPEED = 1e9  # approximate additions per second
-_MOST_TRIES = 3000  # maximum steps of a local search, after which it finds little
+_MOST_TRIES = 3000  # maximum steps of a local search; more find little
 _STEP = 25e-6  # approximate seconds of one step of the local search, per op of the schedule
 
 
@@ -69,8 +69,8 @@ class Solver:
 
     propose: Callable[[Problem], list[Schedule]]  # raises `BudgetTooSmall` if nothing fits
     seconds: Callable[[Problem], float]  # estimated seconds of `propose`; infinite if the solver does not apply
-    transfers: bool = False  # it needs a link to the host
-    patient: bool = False  # it uses all the effort it is given
+    transfers: bool = False  # True if the solver needs a link to the host
+    patient: bool = False  # True if the solver uses all the effort (seconds) it is given
 
 
 def _listed(schedules: Callable[[Chain], list[Schedule]]) -> Solver:

@@ -14,9 +14,9 @@ class Communication:
 
     name: str  # the op's name
     op: int  # the op's number in the step graph
-    begins: float  # seconds since the start of the step at which the link begins to transfer it
+    begins: float  # seconds from the start of the step to the beginning of the collective's transfer
     ends: float
-    waited: float  # seconds for which ops wait for its result
+    waited: float  # seconds for which ops wait for the collective's result
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,8 +26,8 @@ class ProgramWithCommunication:
     program: Program
     memory: Memory
     time: float  # seconds of the step
-    starts: tuple[float, ...]  # for each step of the program, the seconds at which it starts
-    collectives: tuple[Communication, ...]  # in the order in which they use the link
+    starts: tuple[float, ...]  # for each execution in the program, the seconds at which it starts
+    collectives: tuple[Communication, ...]  # the collectives, in the order in which they use the network
 
     @property
     def seconds(self) -> float:

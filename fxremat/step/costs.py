@@ -15,8 +15,8 @@ class OpCost:
     """The cost of one execution of one op."""
 
     seconds: float
-    workspace: int  # bytes allocated while it runs, besides inputs and outputs
-    outputs: tuple[int, ...] = ()  # bytes of the storage of each output; (): those in the step graph
+    workspace: int  # bytes allocated only while the op runs, besides inputs and outputs
+    outputs: tuple[int, ...] = ()  # bytes of the storage of each output of the op; (): those in the step graph
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ParameterUpdate:
 
     value: int  # the number of the parameter's value in the step graph
     bytes: int  # bytes of the parameter
-    state_bytes: int  # bytes of its optimizer state
+    state_bytes: int  # bytes of the optimizer state of the parameter
     workspace: int  # bytes allocated while the update runs
     seconds: float  # seconds of the update
     stays: bool = False  # True if the parameter must stay on the device, since forward returns a view of it

@@ -46,8 +46,8 @@ class Life:
     first: int
     last: int  # index of a step; the number of steps if the bytes are still allocated after the last one
     bytes: int
-    value: int | None = None  # number of the value that is stored in these bytes, if any
-    op: int | None = None  # number of the op that uses these bytes as workspace or to save its random state
+    value: int | None = None  # index of the value that is stored in these bytes, if any
+    op: int | None = None  # index of the op that uses these bytes as workspace or to save its random state
     state: bool = False  # True if the bytes are optimizer state of the parameter `value`
 
 
@@ -123,9 +123,10 @@ class _Versions:
     """The versions of a program's values: each computation of a value makes a new version, alive until its last use."""
 
     program: Program
-    lives: Sequence[tuple[int, int]]  # (last step that uses it, bytes) of each version
-    writer: Mapping[int, int]  # version -> index of the step that computes it
-    leaving: frozenset[int]  # versions that are copied to the host and freed
+    # (index of the last step that uses it, bytes) of each version, which is the result of one execution
+    lives: Sequence[tuple[int, int]]
+    writer: Mapping[int, int]  # version (result of one execution) -> index of the step that computes it
+    leaving: frozenset[int]  # versions (results of one execution) that are copied to the host and freed on the device
 
     @classmethod
     def of(cls, program: Program, sizes: Sizes) -> _Versions:

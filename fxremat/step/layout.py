@@ -26,7 +26,7 @@ class BlockLayout:
     backward: tuple[int, ...]
     boundary: frozenset[int]  # the block's output: values computed up to this block that later blocks' forwards read
     made: frozenset[int]  # all values that the block's forward computes
-    # for each save option, the values of this block that it keeps, boundary values included
+    # for each save option of the block, the values computed in it that are kept, boundary values included
     saved: tuple[frozenset[int], ...]
 
 

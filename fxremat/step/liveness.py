@@ -20,14 +20,15 @@ from fxremat.step.step_graph import Origin
 class Sizes:
     """Bytes that a step allocates on the device: for each value, for each op, and for the loss."""
 
-    values: Sequence[int]  # bytes of each value, by its number
+    values: Sequence[int]  # bytes of each value, by the value's index
     workspace: Sequence[
         int
     ]  # workspace: bytes that each op needs besides its inputs and outputs; negative if an output overwrites an input
     seed: int = 0  # bytes of one saved state of the random generator
     # bytes between forward and backward for a loss outside the model, with the gradients that it passes in
     outside: int = 0
-    # bytes that such a loss holds during the backward, with the gradient that its own backward starts from
+    # bytes that a loss outside the model keeps during the backward, with the gradient that its own backward
+    # starts from
     root: int = 0
     unsplit: int = 0  # bytes added to each size above this number: how much of a block the allocator may leave unused
 

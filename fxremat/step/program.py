@@ -40,10 +40,11 @@ class Step:
     """One execution of one op."""
 
     op: int  # the op's number in the step graph
-    block: int  # number of the block that it runs for, from 0
+    block: int  # index of the block (run of consecutive ops) that the step belongs to, from 0
     role: Role
-    reads: tuple[int, ...]  # numbers of the versions that it reads
-    writes: tuple[int, ...]  # numbers of the versions that it writes, in the order of the op's `writes`
+    reads: tuple[int, ...]  # indices of the versions that the step reads; a version is the result of one execution
+    # indices of the versions (results of one execution) that the step writes, in the order of the op's `writes`
+    writes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,10 @@ class Transfer:
     block: int
     role: Role
     trip: int  # number shared by a copy of a version to the host and its copy back
-    reads: tuple[int, ...]  # numbers of the versions that it reads
+    reads: tuple[int, ...]  # indices of the versions (results of one execution) that the copy or update reads
     writes: tuple[int, ...]
     op: None = None  # always None: no op is executed
-    workspace: int = 0  # bytes allocated while it runs, besides what it reads and writes
+    workspace: int = 0  # bytes allocated only while the step runs, besides what it reads and writes
     seconds: float = 0.0  # seconds of the step itself, without waiting for a copy
     state_of: int | None = None  # number of the parameter whose optimizer state is copied, if any
     takes: int = 0  # bytes of optimizer state that are allocated on the device by this step; negative: freed
@@ -77,14 +78,14 @@ class Program:
     steps: tuple[Step | Transfer, ...]
     split: int
     version_of: tuple[int, ...]
-    first: dict[int, int]  # value -> its first version, which is the one that the graphs return
+    first: dict[int, int]  # value -> its first version (the result of its first execution), which the graphs return
     repeated: frozenset[int]  # ops that run more than once
     preserved: frozenset[
         int
     ]  # preserved: inputs that the backward reads and the forward overwrites, so that they are copied first
     fetched: frozenset[int] = (
         frozenset()
-    )  # fetched: versions of parameters that are copied from the host; unlike other parameters they count as memory
+    )  # fetched: parameters that are copied from the host; unlike other parameters they count as memory
     resident: int = (
         0  # resident: bytes of weights and optimizer state that stay on the device, if the budget covers them
     )
@@ -155,7 +156,8 @@ class Replay:
     current: dict[int, int] = field(default_factory=dict)
     ran: set[int] = field(default_factory=set)  # ops that ran at least once
     split: int | None = None
-    _covers: dict[int, int] = field(default_factory=dict)  # value -> number of stored items that contain it
+    # value -> number of stored items of the chain simulator that contain the value
+    _covers: dict[int, int] = field(default_factory=dict)
     _stored: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
     _repeated: set[int] = field(default_factory=set)
     _waiting: list[int] = field(default_factory=list)  # backward ops that wait for a gradient which is not computed yet

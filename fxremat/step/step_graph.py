@@ -42,7 +42,7 @@ class Kind(Enum):
     """How an op is executed."""
 
     KERNEL = "kernel"  # one of PyTorch's own kernels
-    COLLECTIVE = "collective"  # communication: all ranks run it, in the same order
+    COLLECTIVE = "collective"  # communication that all ranks run in the same order
     GATHER = "gather"  # a collective that assembles the parts that all ranks have
     REGION = "region"  # several ops, compiled together by Inductor
     SLICED = "sliced"  # several ops that run on one slice of their tensors after the other
@@ -56,8 +56,9 @@ class Value:
     name: str
     bytes: int  # bytes of the storage
     origin: Origin
-    producer: int | None  # number of the op that writes it; None for placeholders and constants
-    position: int | None  # index among the outputs of its op; None if the op has one output, or this one is never read
+    producer: int | None  # index of the op that writes the value; None for placeholders and constants
+    # index among the outputs of the op; None if the op has one output, or this output is never read
+    position: int | None
     type: str  # dtype and shape of the first tensor on the storage, such as "float32[8, 512]"; "" if it holds no tensor
     whole: bool  # True if one tensor covers the whole storage
 
@@ -68,7 +69,7 @@ class Op:
 
     index: int
     name: str
-    target: str  # name of the function that it calls, such as "aten.addmm.default"
+    target: str  # name of the function that the op calls, such as "aten.addmm.default"
     key: str  # equal for ops of equal cost; see `graphs.op_key`
     kind: Kind
     backward: bool
@@ -77,7 +78,7 @@ class Op:
     again_reads: tuple[int, ...]  # values that a recomputation reads; it must not touch running statistics
     again_writes: tuple[int, ...]  # values that a recomputation writes
     overwrites: int | None  # the value among `reads` whose storage the result may reuse
-    # True if it draws random numbers, so that a second execution must replay the generator state of the first
+    # True if the op draws random numbers, so that a recomputation must restore the generator's state
     random: bool
     # True for a forward op that depends on nothing that needs a gradient: masks, positions, frozen layers
     anchored: bool
@@ -103,7 +104,7 @@ class StepGraph:
     output_values: frozenset[int]  # values that the forward graph returns, new values of overwritten inputs among them
     kept_outputs: frozenset[int]  # values that the caller still holds after the forward
     mutated_primals: frozenset[int]  # inputs and buffers that the step overwrites once the forward has run
-    updates: frozenset[int]  # the new values that overwrite them, such as running statistics
+    updates: frozenset[int]  # the new values that overwrite inputs of the step, such as running statistics
     returned: frozenset[int]  # values that the backward returns: gradients of parameters and inputs
     updates_of: Mapping[int, int] = field(default_factory=dict)  # parameter that the step updates -> its gradient
     sources: tuple[Source, ...]  # for each op, its module and its source line

@@ -20,7 +20,7 @@ class ProgramWithTransfers:
     waiting: float  # seconds for which ops wait for copies
     waiting_back: float  # the seconds of `waiting` that are for copies from the host
     bytes: int  # bytes copied to the host
-    starts: tuple[float, ...]  # for each step of the program, the seconds at which it starts
+    starts: tuple[float, ...]  # for each execution in the program, the seconds at which it starts
     # (OFFLOAD or PREFETCH, number of the round trip) -> seconds at which the copy starts and ends
     copies: Mapping[tuple[Role, int], tuple[float, float]]
 

@@ -34,9 +34,9 @@ class RoundTrip:
 
     version: int
     size: int  # bytes
-    made: int  # index of the step that computes it
-    leaves: int  # index of the last step that reads it before it is freed on the device
-    returns: int  # index of the first step that reads it after its copy back
+    made: int  # index of the step that computes the value
+    leaves: int  # index of the last step that reads the value before it is freed on the device
+    returns: int  # index of the first step that reads the value after its copy back
     back: int  # index of the first step before which the copy back may start
 
     @property

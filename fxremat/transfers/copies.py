@@ -34,9 +34,11 @@ class HostCopy:
     Each execution of an op makes a new version of its result.
     """
 
-    trip: int  # number of the round trip, shared by its copy out and its copy in
+    trip: int  # index of the round trip to the host; a copy out and the copy back share it
     block: int
-    version: int  # the version that is copied, or that of the parameter whose state is copied
+    # the version (result of one execution) that is copied, or that of the parameter whose optimizer state is
+    # copied
+    version: int
     size: int  # bytes
     state: bool = False  # True if the optimizer state of a parameter is copied
 
@@ -73,7 +75,7 @@ class TimedCopies:
 
     program: Program
     copies_out: Sequence[CopyOut]
-    copies_in: Sequence[CopyIn]  # in the order of their first readers
+    copies_in: Sequence[CopyIn]  # the copies from the host, in the order in which the copied values are first read
     link: Link
     log: clock.Log
 
@@ -145,7 +147,8 @@ class _Writer:
 
     def __init__(self, timed: TimedCopies) -> None:
         self.timed, self.program = timed, timed.program
-        self.renamed: dict[int, int] = {}  # version in the program -> version that was copied back and replaces it
+        # version (result of one execution) -> the version that was copied back and replaces it
+        self.renamed: dict[int, int] = {}
         self.version_of = list(self.program.version_of)
         self.steps: list[Step | Transfer] = []
         self.starts: list[float] = []

@@ -101,7 +101,7 @@ class _Unit:
 
     at: int  # the collective's own step
     gather: bool  # True: a gather; False: a reduction
-    head: tuple[int, ...]  # steps that prepare parameters for a gather (casts, padding), and run right before it
+    head: tuple[int, ...]  # steps that prepare parameters for an all-gather (casts, padding), and run right before it
     tail: tuple[int, ...]  # steps that finish the result of a reduction (casts), and run after the wait
     first: int  # the first step that reads the result of a gather
     size: int  # bytes of the result of a gather, or of the operand of a reduction
@@ -206,7 +206,7 @@ def _tail(program: Program, at: int, readers: dict[int, list[int]]) -> list[int]
 class _Run:
     """The result of a simulation: steps and waits in order, and times in seconds."""
 
-    # (is it a wait, index of the step or of the collective waited for)
+    # (True if this is the wait for a collective, index of the step that runs or of the collective waited for)
     events: list[tuple[bool, int]] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
     split: int = 0  # index of the first event of the backward

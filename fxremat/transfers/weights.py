@@ -94,11 +94,11 @@ class _Move:
     """Something that can be moved to the host: a parameter with its optimizer state, or an activation."""
 
     what: ParameterUpdate | RoundTrip
-    removed: Ints  # bytes that it no longer occupies on the device, at each step from `start` on
+    removed: Ints  # bytes that the parameter no longer occupies on the device, at each step from `start` on
     start: int  # index of a step
-    moved: int  # bytes copied for it in one training step, in both directions
-    host: int  # bytes that it occupies on the host
-    # a further move that is possible after this one: to leave between forward and backward too
+    moved: int  # bytes copied for the parameter in one training step, in both directions
+    host: int  # bytes that the parameter occupies on the host
+    # the further move that this one makes possible: to be on the host between forward and backward too
     then: _Move | None = None
 
     def profit(self, excess: Ints) -> float:
