@@ -51,7 +51,7 @@ LONG = 1.0  # seconds of runs of a program after which two runs, or `FEWEST` in 
 def calibration(
     program: Program, costs: Costs, inputs: Sequence[Any] = (), ranks: Agreement = ALONE
 ) -> float:
-    """Return the measured over the predicted seconds of a step; 1 if it cannot be measured.
+    """Return the ratio of measured to predicted seconds of a step; 1 if it cannot be measured.
 
     A few steps are run, unless the factor is cached for this graph.
 

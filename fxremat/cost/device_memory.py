@@ -83,7 +83,7 @@ class DeviceMemory:
         return f"{format_bytes(left)} left" if left >= 0 else f"no: {format_bytes(-left)} over"
 
     def __str__(self) -> str:
-        """Say, for messages, what occupies the device besides a step."""
+        """Return a phrase for messages that names what else occupies the device's memory."""
         return (
             f"{format_bytes(self.given)} of parameters, buffers and inputs, and {format_bytes(self.state)} of "
             f"optimizer state ({self.optimizer})"

@@ -383,7 +383,10 @@ class _Visitor:
         return Call(*overwriting(call.target, self.joint.nodes[op.index].meta[PLACE], call.args, call.kwargs))
 
     def _bears_it(self, op: Op, call: Call) -> bool:
-        """Tell whether an op may overwrite its operand: it fills an unshared storage, in the layout of a new result."""
+        """Tell whether an op may overwrite its operand.
+
+        It may if the operand fills a storage that nothing else uses, in the layout of a new result.
+        """
         operand, made = call.args[self.joint.nodes[op.index].meta[PLACE]], call()
         whole = operand.untyped_storage().nbytes() == operand.nbytes
         alike = (operand.shape, operand.stride(), operand.dtype) == (made.shape, made.stride(), made.dtype)
@@ -565,7 +568,7 @@ def _cpu_seconds(call: Callable[[], Any], prepare: Callable[[], Any] | None, sam
 
 
 def _seconds_by_events(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of one of many calls in a row, whose launches overlap with execution as in a step.
+    """Return the average seconds of many calls in a row, whose kernel launches overlap with execution as in a step.
 
     It is the median over LEAST_RUNS batches of MOST_RUNS calls each, timed by events on the stream.
     """

@@ -167,10 +167,7 @@ class Timed:
 
 
 def timed_by(timer: Trace | Timer, nodes: Sequence[fx.Node], estimates: Sequence[float]) -> Timed:
-    """Return the seconds of ops from a trace or a function; for other ops, scaled estimates.
-
-    Raises `FxrematError` for a function that does not return seconds.
-    """
+    """Return seconds of ops, given by a trace or by a function; for ops that these do not know, scaled estimates."""
     given = timer.of(nodes) if isinstance(timer, Trace) else [_asked(timer, node) for node in nodes]
     both = [(mine, rough) for mine, rough in zip(given, estimates, strict=True) if mine is not None]
     rate = sum(mine for mine, _ in both) / max(1e-12, sum(rough for _, rough in both)) if both else 1.0

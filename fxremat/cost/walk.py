@@ -48,7 +48,7 @@ def given_inputs(joint: Captured, inputs: Sequence[Any]) -> dict[int, torch.Tens
 
 
 class Walk:
-    """A run of a step, op by op, with the values that are currently alive.
+    """Runs a step op by op on real tensors, and keeps the values that are currently alive.
 
     Args:
         given: number of an input's value -> real tensor; data is made up for missing ones.

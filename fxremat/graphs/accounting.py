@@ -113,7 +113,7 @@ def copied_gradients(joint: Captured, device: torch.device) -> dict[int, int]:
 
 
 def _is_reshaped(joint: Captured, node: fx.Node) -> bool:
-    """Tell whether a node is a reshape, or a view of one; a reshape copies what cannot be viewed."""
+    """Tell whether a node is a reshape, or a view of a reshape's result; a reshape may copy its operand."""
     value, shower = joint.value_of.get(node), node
     while shower.target is not torch.ops.aten.reshape.default:
         parents = [parent for parent in shower.all_input_nodes if joint.value_of.get(parent) == value]

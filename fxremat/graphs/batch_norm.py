@@ -164,7 +164,7 @@ def normalized_by(statistics: fx.Node) -> fx.Node | None:
 
 
 def runs_as_one(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> bool:
-    """Tell whether statistics and normalization, one directly after the other, are emitted as the original BatchNorm.
+    """Tell whether batch statistics and the normalization right after them can be emitted as one BatchNorm op.
 
     Args:
         again: True for a recomputation.
@@ -225,7 +225,7 @@ def again_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def made_again(op: fx.Node, shown: fx.Node) -> bool:
-    """Tell whether a recomputation of an op gives the output `shown`: all but new running statistics."""
+    """Tell whether recomputing an op also gives the output `shown`; it gives all but new running statistics."""
     if not is_training_batch_norm(op) or shown is op:
         return True
     return cast(int, shown.args[1]) < RUNNING[op.target]

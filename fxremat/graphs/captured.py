@@ -395,7 +395,7 @@ class _Reader:
 
 
 def _kind(node: fx.Node) -> Kind:
-    """Return the kind of a node's op, which functions other than PyTorch's kernels have as an attribute."""
+    """Return the kind of a node's op; functions that are not PyTorch's kernels have it as an attribute."""
     kind = getattr(node.target, "kind", Kind.KERNEL)
     if isinstance(kind, Kind) and kind is not Kind.KERNEL:
         return kind

@@ -71,7 +71,7 @@ def same_size(one: Any, other: Any) -> bool:
 
 
 class Numbers:
-    """A function from symbolic numbers to their values at given input sizes."""
+    """A function from symbolic numbers to their values at particular input sizes."""
 
     def __init__(self, symbols: Sequence[sympy.Expr], dims: Sequence[int]) -> None:
         """Assign values to symbols.
@@ -176,7 +176,7 @@ class SymbolicGraph:
         return Numbers(self.symbols, dims)
 
     def serves(self, dims: Dims) -> bool:
-        """Tell whether calls of these sizes satisfy the recorded guards, so that the captured graph is valid for them.
+        """Tell whether the captured graph is valid for calls with these sizes, which must satisfy the recorded guards.
         """
         numbers = self.numbers(dims)
         fixed = all(symbol == dim for symbol, dim in zip(self.symbols, dims, strict=True) if symbol.is_Integer)
@@ -245,7 +245,7 @@ class SymbolicGraph:
 
 
 class _Concrete:
-    """A function that converts fake tensors to concrete sizes; tensors that shared a storage share one again."""
+    """Converts fake tensors to concrete sizes; tensors that shared a storage share one afterwards, too."""
 
     def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers

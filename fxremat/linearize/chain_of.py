@@ -77,7 +77,9 @@ class _Builder:
         return {v for v, (made, read) in self.gradients.items() if made == block + 1 and read == block}
 
     def _held(self, block: int) -> int:
-        """Return the bytes alive during a block's backward that no other size counts: held values and other gradients.
+        """Return the bytes alive during a block's backward that no other size counts.
+
+        They are values that are kept until their last use in any plan, and gradients of other blocks.
         """
         passing = {v for v, (made, read) in self.gradients.items() if read <= block < made}
         alive = {value for value in self.layout.held if self._first_reader[value] <= block}
@@ -98,7 +100,10 @@ class _Builder:
 
     @cached_property
     def _first_reader(self) -> dict[int, int]:
-        """For each held value the lowest block that reads it; the value is freed after that block's backward."""
+        """For each value that every plan keeps until its last use (a held value), the lowest block that reads it.
+
+        The value is freed after that block's backward.
+        """
         first = dict.fromkeys(self.layout.held, len(self.layout.blocks))
         for number, block in enumerate(self.layout.blocks):
             for index in (*block.forward, *block.backward):
@@ -149,7 +154,9 @@ class _Builder:
 
     @cached_property
     def _sizes(self) -> Sizes:
-        """The sizes for replaying a block by itself, with 0 bytes for held values, which `held_bytes` counts already.
+        """Sizes for simulating one block alone.
+
+        Values that every plan keeps count as 0 bytes, as they are counted elsewhere.
         """
         values = list(self.costs.sizes.values)
         for value in self.layout.held:

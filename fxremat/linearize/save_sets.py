@@ -102,7 +102,7 @@ def _shape(layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: 
 
 
 class _Cut:
-    """The minimum-cut problem of one block: which values to keep, and which ops to run again."""
+    """The minimum-cut problem of one block: which values to save, and which ops to recompute."""
 
     def __init__(
         self, layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: Sequence[int]
@@ -116,7 +116,10 @@ class _Cut:
         }
 
     def sweep(self, everything: SaveSet) -> Iterator[SaveSet]:
-        """Yield all corners of the frontier but `everything`, by trying a rate between each two neighbours."""
+        """Yield all corners of the convex frontier of bytes and seconds except `everything`.
+
+        The exchange rate at which two neighbours cost the same is tried between each two corners found.
+        """
         total = sum(self.seconds[index] for index in self.block.forward)
         if not total or not everything.bytes:
             return
@@ -157,7 +160,7 @@ class _Cut:
         return _Network(self)
 
     def price(self, kept: frozenset[int]) -> SaveSet:
-        """Return the save set that keeps these values, with its bytes and the seconds of the ops that run again."""
+        """Return the save set with these values, its bytes, and the seconds of the ops that it recomputes."""
         again: set[int] = set()
         stack = [value for value in self.backward_reads if value not in kept]
         while stack:

@@ -75,7 +75,7 @@ def _shifted(op: Op, by: int) -> Op:
 
 
 def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) -> Towers | None:
-    """Return the towers of a forward; None unless at least two of them run one after the other. O(reads).
+    """Return the towers of a forward (branches that run one after the other, then meet); None if there are not two.
 
     Args:
         seconds: seconds of each op, by number.

@@ -84,7 +84,7 @@ def convolve_channels_last(graph: fx.Graph) -> None:
 
 
 def pays(convolutions: Iterable[fx.Node]) -> bool:
-    """Tell whether channels_last makes a graph's convolutions faster; on GPUs by the rule of `torch._inductor`.
+    """Tell whether channels_last would make a graph's convolutions faster.
 
     That rule excludes graphs with grouped convolutions of several channels per group, or with convolutions that
     halve the channels, and those in which no convolution has many channels. On a CPU, by measurements, only

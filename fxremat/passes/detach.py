@@ -13,7 +13,8 @@ from fxremat.torch_private import STASHED
 
 
 def drop_detach(graph: fx.Graph) -> None:
-    """Replace every `detach` by its argument, and remove the marks of stashed tensors. O(nodes)."""
+    """Replace every `detach` by its argument, and remove AOTAutograd's marks of stashed tensors from `meta`. O(nodes).
+    """
     for node in graph.nodes:
         node.meta.pop(STASHED, None)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):

@@ -40,7 +40,7 @@ COMMUTE = {aten.add.Tensor, aten.mul.Tensor}  # ops that may overwrite their sec
 
 
 def note_overwriting(graph: fx.Graph) -> None:
-    """Note which backward ops may overwrite an operand that no other op reads, if the layouts agree. O(nodes).
+    """Record in `meta` which backward ops may overwrite an operand that no other op reads. O(nodes).
 
     Only values computed from the gradients that autograd passes in are overwritten, and never these gradients
     themselves, since autograd may still hold them.
@@ -50,7 +50,10 @@ def note_overwriting(graph: fx.Graph) -> None:
 
 
 def note_overwriting_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
-    """Remove earlier notes, and note which ops may overwrite an operand in `ours` that no other op reads. O(nodes)."""
+    """Record in `meta` which ops may overwrite an operand that is in `ours` and read by no other op. O(nodes).
+
+    Earlier records are removed.
+    """
     shown = Counter(storage_of(t) for node in graph.nodes if (t := _tensor(node)) is not None)
     unknown = laid_out_by_others(graph)
     forget_overwriting(graph)
@@ -66,7 +69,7 @@ def note_overwriting_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
 
 
 def forget_overwriting(graph: fx.Graph) -> None:
-    """Remove the notes of which ops may overwrite an operand; needed before ops of the graph are replaced."""
+    """Remove the records of which ops may overwrite an operand; needed before ops of the graph are replaced."""
     for node in graph.nodes:
         node.meta.pop(PLACE, None)
 
@@ -86,7 +89,7 @@ def _tensor(node: fx.Node) -> torch.Tensor | None:
 
 
 def _may_take(node: fx.Node, operand: object, ours: Set[fx.Node], shown: Counter[int]) -> bool:
-    """Tell whether an op may overwrite an operand: it is the only reader, and both fill a storage in the same layout.
+    """Tell whether an op may overwrite an operand: it is the only reader, and result and operand have the same layout.
     """
     if not isinstance(operand, fx.Node) or operand not in ours:
         return False

@@ -227,7 +227,7 @@ class Lowering:
                 part.bases[version] = self._call(part, host_copies.wait, arguments, f"{shown.name}_wait", shown)
 
     def _travel_of_weight(self, part: Part, step: Transfer, value: int) -> None:
-        """Emit one part of copying a parameter that lives on the host: to the device, or back after its update."""
+        """Emit one part of copying a parameter between host and device: to the device, or back after its update."""
         version = (*step.reads, *step.writes)[0]
         match step.role:
             case Role.PREFETCH:
@@ -241,7 +241,7 @@ class Lowering:
                 self._call_weights(part, parameters.release, value, "release", leaving)
 
     def _travel_of_state(self, part: Part, step: Transfer, value: int) -> None:
-        """Emit one part of copying optimizer state that lives on the host: to the device, or back after the update."""
+        """Emit one part of copying optimizer state between host and device: to the device, or back after the update."""
         calls = {
             Role.PREFETCH: parameters.prefetch_state,
             Role.WAIT: parameters.wait_for_state,
@@ -420,7 +420,9 @@ class Lowering:
         return node
 
     def _read(self, part: Part, node: fx.Node, version: int, suffix: str = "") -> fx.Node:
-        """Return the node of this graph for a node of the joint graph, on a given version of its storage.
+        """Return the lowered node that corresponds to a node of the joint graph, for one version of its storage.
+
+        A version is the result of one execution, first or recomputed.
 
         Args:
             suffix: appended to the names of new nodes.

@@ -100,7 +100,7 @@ def _with_statistics(node: fx.Node) -> list[fx.Node]:
 
 
 def _overwrites(node: fx.Node) -> bool:
-    """Tell whether an op overwrites an argument, including BatchNorms in training, whose schemas do not say so."""
+    """Tell whether an op overwrites an argument; BatchNorms in training do, although their schemas do not say so."""
     if node.target in STATISTICS:
         return node.args[3] is not None and node.args[5] is not False
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

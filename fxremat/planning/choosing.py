@@ -125,7 +125,7 @@ def _plan_with_offloading(survey: Survey, options: Options) -> Plan:
 
 
 def _plan_with_weights(survey: Survey, trained: TrainedParameters, options: Options) -> Plan:
-    """Plan a step that updates its weights, some of which are kept on the host between their uses."""
+    """Plan a step that updates its weights, some of which are stored on the host while the step does not use them."""
     graph, frontier, limit, tier = survey.step.graph, survey.frontier, survey.limit, trained.weights.tier
     link = measure_link(tier, device_of(graph), typical_size(graph))
     costs = with_own_sizes(graph, survey.costs)

@@ -186,10 +186,7 @@ class _Search:
 
     @cached_property
     def _calibration(self) -> float:
-        """The seconds of all ops within a step over the sum of the seconds of each op measured by itself.
-
-        Compiled regions are measured by themselves, and their seconds are multiplied by this factor.
-        """
+        """The measured seconds of an entire step, divided by the summed seconds of its ops measured one by one."""
         ops = range(len(self._plan.graph.ops))
         return self._single.time_of(ops) / known_costs(self._plan.captured).time_of(ops)
 

@@ -192,7 +192,7 @@ def least_in_slices(step: Step, options: Options) -> int:
 
 
 def what_slices_buy(one: Survey, error: BudgetTooSmall, options: Options) -> str:
-    """Return a note for the error that states the estimated least budget with slices; "" if slices would not help."""
+    """Return advice for an error message: the estimated least budget with slices; "" if slices would not help."""
     graph = one.step.graph
     found = least_of_all(graph, most=MANY_SLICES, reduce=None)
     if not found.regions:

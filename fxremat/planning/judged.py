@@ -18,7 +18,7 @@ LEAST_SHARE = 0.05  # an op fused with others counts with at least this fraction
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Judged:
-    """A program whose units are compiled regions and single ops, with its measured costs and its peak."""
+    """A program (order of executed ops) divided into compiled regions and single ops, with measured costs and peak."""
 
     candidate: Candidate  # the op-by-op program that was cut into the units
     units: Units
@@ -29,7 +29,7 @@ class Judged:
 
     @property
     def joint(self) -> Captured:
-        """The joint forward-backward graph in which each unit is one op."""
+        """The joint forward-backward graph in which each compiled region counts as one op."""
         return captured_of(self.program.layout.graph)
 
     @property
@@ -40,13 +40,13 @@ class Judged:
 
     @property
     def seconds_of_units(self) -> dict[int, float]:
-        """The seconds of each unit, by its index in `units`."""
+        """Index of a unit (compiled region or single op) -> its seconds."""
         timed = zip(self.joint.nodes, self.costs.seconds, strict=True)
         return {node.meta[GROUP]: seconds for node, seconds in timed if GROUP in node.meta}
 
     @property
     def time(self) -> float:
-        """The predicted seconds of a step."""
+        """The predicted seconds of one forward and backward."""
         return self.costs.time(self.program)
 
 

@@ -180,7 +180,7 @@ class PathPlans:
         self._python |= dict.fromkeys(python)
 
     def stride(self, node: Node) -> None:
-        """Record that gradients of a call's outputs arrived with other strides than were traced."""
+        """Record that gradients of the outputs of a graph call arrived with other strides than were traced."""
         self._stale |= not node.strided
         node.strided = True
 
@@ -191,7 +191,9 @@ class PathPlans:
         node.idle = False
 
     def rest(self, node: Node) -> None:
-        """Record that a step ended without running the backward of this call; later steps are assumed to do the same.
+        """Record that a step ended without running the backward of this graph call.
+
+        Later steps are assumed to do so, too.
         """
         if node.idle is None:
             node.idle = self._stale = True
@@ -215,7 +217,7 @@ class PathPlans:
         return has_grown
 
     def took(self, nodes: tuple[Node, ...]) -> None:
-        """Record the sequence of calls of a step that has ended."""
+        """Record the sequence of graph calls that a finished step made."""
         self._stale |= nodes != self._last
         self._last = nodes
         self._in_vain = 0 if all(node.measured for node in nodes) else self._in_vain + 1
@@ -254,7 +256,7 @@ class PathPlans:
         self._stale = True
 
     def _still_fits(self, mem: int) -> bool:
-        """Tell whether the chosen programs cover the last step's path and fit into `mem` bytes on it."""
+        """Tell whether the chosen programs cover the graph calls of the last step, and fit into `mem` bytes there."""
         if self._plan is None or any(node.policy is None for node in self.root.walk() if node.graph):
             return False
         planned = paths.planned(self._last, mem)
@@ -298,14 +300,7 @@ class PathPlans:
         return isinstance(self._options.budget, Percent | Least)
 
     def refusal(self, nodes: Sequence[Node], node: Node, needed: int, gradients: Sequence[int]) -> BudgetTooSmall:
-        """Return the error for a step whose call `node` would need `needed` bytes.
-
-        The least budget that it states is an estimate, from what is known of the calls so far.
-
-        Args:
-            nodes: the calls so far.
-            gradients: for each of them, bytes of the parameter gradients that the backwards before its own make.
-        """
+        """Return the error to raise when the graph call `node` of a step would need `needed` bytes."""
         assert self.limit is not None
         self._stale = True
         path, further = ([*nodes], 0) if node in nodes else ([*nodes, node], node.gradients)

@@ -120,11 +120,7 @@ class PlansOfSizes:
         return least
 
     def within(self, dims: Dims, mem: int | str | None, **changed: Any) -> Plan:
-        """Plan for these sizes within another budget or with other options, which `Plan.at` of the result keeps.
-
-        Args:
-            mem: the budget; None: the budget of the present plans.
-        """
+        """Plan for these input sizes with another budget or other options, which the resulting plan's `at` reuses."""
         others = copy.copy(self)
         others._options, others._known = changed_options(self._options, mem=mem, **changed), ()
         return others.plan(dims, keep=bool(changed))

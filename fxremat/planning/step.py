@@ -27,7 +27,7 @@ class TrainedParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The peak that a budget in percent refers to, if it is that of other input sizes than those of the step."""
+    """The peak that a budget in percent refers to, if it is the peak at other input sizes than the step's own."""
 
     bytes: int
     of: str  # the sizes that have this peak, as text

@@ -68,7 +68,7 @@ def _digest(key: str) -> str:
 
 @functools.cache
 def _code() -> str:
-    """Digest the source code of this package, since other versions may have other classes or find other results."""
+    """Return a digest of this package's source code; stored plans of other versions of the code are not read."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         digest.update(file.read_bytes())

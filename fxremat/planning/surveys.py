@@ -42,7 +42,7 @@ NO_TIME = 1.01  # a program within this factor of the seconds without recomputat
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Survey:
-    """A step with the costs of its ops and the Pareto frontier of its programs; times are not calibrated yet."""
+    """A step with the costs of its ops and the Pareto frontier of peak and time; times are not calibrated yet."""
 
     step: Step
     costs: Costs

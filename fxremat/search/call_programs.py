@@ -32,7 +32,7 @@ EFFORT = 0.3  # seconds of op-by-op search for each of the `PAUSES`
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CallProgram:
-    """One way to run a graph that a step calls among others; bytes are above those at the beginning of the call."""
+    """One way to run one of the graphs that a step calls; bytes are above those allocated when the call begins."""
 
     order: Order
     saved: int
@@ -55,7 +55,7 @@ class CallProgram:
 
 
 def call_programs(graph: StepGraph, costs: Costs, *, effort: float = EFFORT) -> tuple[CallProgram, ...]:
-    """Return the Pareto-optimal programs of a graph that a step calls among others, fastest first; at most `MOST`.
+    """Return the Pareto-optimal ways to run one of the graphs that a step calls, fastest first; at most `MOST`.
 
     Programs are searched for under three assumptions on the memory that the rest of the step takes between
     forward and backward. For each program found, one that saves nothing, and recomputes all that its backward
@@ -183,8 +183,7 @@ def thinned(programs: list[CallProgram], most: int = MOST) -> list[CallProgram]:
 def moved(
     programs: Iterable[CallProgram], graph: StepGraph, costs: Costs, copies: Sequence[int] = (), held: int = 0
 ) -> Iterator[CallProgram]:
-    """Yield the programs for a graph of the same ops at other sizes: the orders stay, bytes and seconds are recomputed.
-    """
+    """Yield the programs for a graph with the same ops at other sizes: same orders of ops, new bytes and seconds."""
     layouts: dict[int, Layout] = {}
     for program in programs:
         old = program.order.layout

@@ -113,22 +113,25 @@ class Communicating(_PutIntoAnother):
 
 @dataclass(frozen=True, eq=False)
 class InUnits:
-    """The program of another origin with its ops grouped into units; the program's steps are units instead of ops."""
+    """How a program of compiled regions was found: a program op by op, whose ops were grouped into units.
+
+    A unit is a compiled region or a single op; the program's steps are units.
+    """
 
     began: FromSchedule | Refined | Transferred | Communicating
     ops: Layout  # the step graph of single ops, cut into blocks
     fused: Program  # the program whose steps are units
 
     def order(self, _: Layout) -> Order:
-        """Return the order in which single ops run, before they were grouped into units."""
+        """Return the order in which single ops run, before they were grouped into compiled regions."""
         return self.began.order(self.ops)
 
     def program(self, _: Layout) -> Program:
-        """Return the program whose steps are units."""
+        """Return the program whose steps are compiled regions and single ops."""
         return self.fused
 
     def on(self, layout: Layout) -> FromSchedule | Refined:
-        """Return the origin without units, bound to the graph of `layout`, which is equal to its own."""
+        """Return how the ungrouped program was found, for the equal graph of `layout`."""
         return self.began.on(layout)
 
 
@@ -208,7 +211,7 @@ class Candidate:
         return replace(self, peak=result.memory.peak, time=time, origin=Communicating(origin, result))
 
     def in_units(self, program: Program, peak: int, time: float) -> Candidate:
-        """Return the candidate with its ops grouped into units, with the given program, peak in bytes and seconds."""
+        """Return the candidate with its ops grouped into compiled regions, with the given program, peak and seconds."""
         assert not isinstance(self.origin, InUnits)
         origin = InUnits(self.origin, self.layout, program)
         return replace(self, peak=peak, time=time, layout=program.layout, origin=origin)

@@ -41,7 +41,10 @@ class _Execution(NamedTuple):
 
 
 class Executions:
-    """All executions that a program of a step graph may contain; `tape` puts some of them in an order, for replay."""
+    """All executions of ops that a program of one step graph may contain, in no particular order.
+
+    `tape` puts some of them in an order, so that their memory can be simulated.
+    """
 
     def __init__(self, graph: StepGraph, costs: Costs) -> None:
         self._graph, self._costs, self._count = graph, costs, len(graph.ops)
@@ -99,7 +102,10 @@ class Executions:
         return np.insert(ops + self._count * again * (1 + late), [split, split, ops.size], moments)
 
     def tape(self, entries: Ints, optional: Bits) -> Tape:
-        """Return a tape of these executions; `optional` marks those that a search may leave out. O(reads + writes)."""
+        """Return these executions in order as arrays, for simulation; `optional` marks those that may be omitted.
+
+        O(reads + writes).
+        """
         read_from, reads = self._reads.of(entries)
         write_from, writes = self._writes.of(entries)
         return Tape(

@@ -69,14 +69,16 @@ def improve(tape: Tape, choice: Bits, budget: int, work: int, seed: int) -> tupl
 
 
 def _better(pages: Pages, best: Pages) -> bool:
-    """Tell whether a replayed choice exceeds the budget by less than the best one so far, or by as much in less time.
-    """
+    """Tell whether a simulated choice exceeds the budget by less than the best so far, or by the same in less time."""
     excess, least = pages.excess.sum(), best.excess.sum()
     return bool(excess < least or (excess == least and pages.times.sum() < best.times.sum() - TINY))
 
 
 def _take_in(choice: Bits, places: Ints, rng: np.random.Generator) -> int:
-    """Add recomputations from a random stretch of `places` to the choice; return the index of the page after it."""
+    """Add recomputations from a random range of `places` to the choice.
+
+    Return the index of the page after the last one.
+    """
     width = max(3, int(places.size * STRETCH * rng.random() ** 2))
     first = int(rng.integers(max(1, places.size - width + 1)))
     stretch = places[first : first + width]

@@ -124,11 +124,14 @@ class Node:
         self.behind = max(self.behind, self.before + self.gradients)
 
     def hold(self, alive: frozenset[int]) -> None:
-        """Record outputs that were alive when its backward began in a measured step: they must not be counted twice."""
+        """Record which outputs of this call were alive when its backward began in a measured step.
+
+        The measured bytes contain them already.
+        """
         self.held |= alive
 
     def free(self, dead: frozenset[int]) -> None:
-        """Record the inputs that nobody held after its backward in a measured step."""
+        """Record which inputs of this call nothing kept alive after its backward in a measured step."""
         self.freed = dead if self.freed is None else self.freed & dead
 
     def walk(self) -> Iterator[Node]:
@@ -140,7 +143,7 @@ class Node:
             stack += node.children.values()
 
     def paths(self) -> Iterator[tuple[Node, ...]]:
-        """Yield each known path: the calls of a step from its first to its last."""
+        """Yield each known path, that is the sequence of graph calls of some step."""
         stack: list[tuple[Node, ...]] = [(child,) for child in self.children.values()]
         while stack:
             path = stack.pop()
@@ -165,12 +168,7 @@ def _level(saved: int, mem: int) -> int:
 
 
 def plan(root: Node, mem: int) -> float:
-    """Choose a program for every call and every level of bytes saved before it; return the expected seconds of a step.
-
-    The choice is stored in each node's `policy`. A result of at least `NEVER` means that on some path nothing
-    fits into `mem` bytes; for the other paths programs are chosen all the same. Saved bytes are rounded up to
-    levels; two cases are first checked exactly: all calls run their fastest program, and all run the one that
-    saves least.
+    """Choose a program for each graph call, depending on the bytes saved before it; return expected seconds of a step.
     """
     if (seconds := _chosen(root, mem, lambda programs: programs[0])) < NEVER:
         return seconds

@@ -36,7 +36,7 @@ PATIENT = 5  # each try to lower the least peak replays this many times as much 
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """A Pareto frontier, and the results of op-by-op searches at a series of budgets (rungs) above its least peak."""
+    """A Pareto frontier, and results of op-by-op searches for a series of increasing budgets, called rungs."""
 
     given: Frontier
     # (budget of the rung in bytes, faster program that was found), by increasing budget
@@ -45,7 +45,7 @@ class Ladder:
 
     @property
     def rungs(self) -> list[int]:
-        """The budgets of all rungs in bytes, from the least peak to that of the program without recomputation."""
+        """The budgets of all searches in bytes, from the least peak to the peak without recomputation."""
         least, most = self.given.minimum, self.given.keep_all.peak
         rungs = [least]
         while rungs[-1] < most:
@@ -53,7 +53,7 @@ class Ladder:
         return rungs
 
     def to(self, budget: int, costs: Costs, *, effort: float) -> Ladder:
-        """Return the ladder after searching the rungs up to a budget in bytes; those searched before are skipped.
+        """Return the results after searching all budgets up to `budget` bytes; budgets searched before are skipped.
 
         Searching all rungs takes about `effort` seconds.
         """
@@ -66,7 +66,7 @@ class Ladder:
         return replace(self, found=tuple(search.found), climbed=rungs[-1])
 
     def frontier(self, budget: int) -> Frontier:
-        """Return the Pareto frontier of the given candidates and of the results of the rungs up to a budget in bytes.
+        """Return the Pareto frontier of the given candidates and of search results with budgets up to `budget` bytes.
         """
         found = [candidate for rung, candidate in self.found if rung <= budget]
         return replace(self.given, candidates=tuple(unbeaten([*self.given.candidates, *found])))
@@ -104,7 +104,7 @@ def _smaller(start: Candidate, costs: Costs, work: int) -> Iterator[Candidate]:
 
 
 class _Search:
-    """A search over the rungs of a ladder; each starts from the previous result, or from a faster given candidate."""
+    """Searches for a series of budgets; each search starts from the previous result, or from a faster candidate."""
 
     def __init__(self, ladder: Ladder, costs: Costs, work: int) -> None:
         self.found = list(ladder.found)
@@ -115,7 +115,10 @@ class _Search:
         self._skeleton: tuple[Candidate, Skeleton] | None = None
 
     def climb(self, rung: int) -> None:
-        """Search for a faster program within `rung` bytes, and append it to `found` if there is one."""
+        """Search for a program within `rung` bytes that is faster than the last one.
+
+        If there is one, append it to `found`.
+        """
         start = self._given.within(rung)
         if self.found and self.found[-1][1].time < start.time:  # the last result in `found` is the fastest
             start = self.found[-1][1]
@@ -134,6 +137,6 @@ class _Search:
 
 
 def _candidate(start: Candidate, skeleton: Skeleton, choice: Bits, peak: int, costs: Costs) -> Candidate:
-    """Return the candidate that runs the chosen executions of a skeleton; its origin derives from that of `start`."""
+    """Return the candidate that consists of the chosen executions of ops; `start` tells how it was found."""
     order = skeleton.order(choice)
     return start.refined_to(order, peak, costs.time_of(order.ops))

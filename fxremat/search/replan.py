@@ -20,7 +20,9 @@ FURTHEST = 2.0  # programs are reused at sizes whose keep-all peak is larger or 
 
 
 def replanned(known: Ladder, graph: StepGraph, costs: Costs) -> Ladder | None:
-    """Return a ladder's programs evaluated on a graph with the same ops at other sizes; None if sizes differ too much.
+    """Return known search results re-evaluated for a graph with the same ops at other sizes.
+
+    None if the sizes differ too much.
 
     They do if the peak without recomputation differs by more than a factor of `FURTHEST`.
     """

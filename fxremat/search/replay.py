@@ -28,7 +28,9 @@ TINY = 1e-12  # seconds; smaller differences are rounding errors
 
 
 class Tape(NamedTuple):
-    """A skeleton as arrays: execution i reads the values reads[read_from[i] : read_from[i + 1]], and likewise writes.
+    """Possible executions of ops as arrays, for simulation of their memory.
+
+    Execution i reads the values reads[read_from[i] : read_from[i + 1]], and writes likewise.
     """
 
     optional: Bits
@@ -43,7 +45,7 @@ class Tape(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The results of a replay, page by page; page p holds the executions from PAGE * p on."""
+    """The results of a simulation, in pages of `PAGE` executions; page p begins with execution PAGE * p."""
 
     runs: Bits  # for each possible execution of an op, 1 if it runs
     alive: Bits  # [pages + 1, values]: whether each value is alive before each page, and at the end
@@ -68,7 +70,10 @@ def blank_pages(tape: Tape) -> Pages:
 
 @jit
 def replay(tape: Tape, choice: Bits, pages: Pages, budget: int) -> tuple[int, float]:
-    """Replay a choice into `pages`, and return its peak in bytes and its time in seconds. O(reads + writes)."""
+    """Simulate the chosen executions, write results to `pages`, and return peak in bytes and time in seconds.
+
+    O(reads + writes).
+    """
     count, peak, time = pages.peaks.size, 0, 0.0
     for value in range(tape.sizes.size):
         pages.alive[count, value] = 0
@@ -82,7 +87,7 @@ def replay(tape: Tape, choice: Bits, pages: Pages, budget: int) -> tuple[int, fl
 
 @jit
 def _page(tape: Tape, choice: Bits, pages: Pages, page: int, budget: int) -> None:
-    """Replay one page backwards, from the values that are alive after it, and store the results in `pages`."""
+    """Simulate one page of executions backwards, given the values alive after it, and store the results in `pages`."""
     runs, alive = pages.runs, pages.alive[page]
     _copy(pages.alive[page + 1], alive, 0, alive.size)
     level, peak, excess, time = pages.levels[page + 1], 0, 0, 0.0
@@ -112,7 +117,7 @@ def _page(tape: Tape, choice: Bits, pages: Pages, page: int, budget: int) -> Non
 
 @jit
 def _wanted(tape: Tape, alive: Bits, i: int) -> bool:
-    """Tell whether a value that execution i writes is alive: read before it is written again."""
+    """Tell whether a value that execution i writes is read before it is written again."""
     wanted = False
     for k in range(tape.write_from[i], tape.write_from[i + 1]):
         wanted = wanted or alive[tape.writes[k]] == 1
@@ -121,7 +126,7 @@ def _wanted(tape: Tape, alive: Bits, i: int) -> bool:
 
 @jit
 def copy_pages(source: Pages, target: Pages, low: int, high: int) -> None:
-    """Copy the results of pages low..high - 1, with the values that are alive before and after each of them."""
+    """Copy the results of pages low..high - 1, with the sets of values alive before and after each page."""
     _copy(source.runs, target.runs, low * PAGE, min(high * PAGE, source.runs.size))
     for page in range(low, high + 1):
         _copy(source.alive[page], target.alive[page], 0, source.alive.shape[1])
@@ -144,10 +149,7 @@ def _copy(source: Bits, target: Bits, low: int, high: int) -> None:
 def replay_again(
     tape: Tape, choice: Bits, old: Pages, new: Pages, high: int, budget: int, allowed: int
 ) -> int:
-    """Replay a changed choice into `new`, from page `high - 1` backwards, until the alive values equal those in `old`.
-
-    Returns the lowest page that was replayed, below which the results in `old` stay valid. Returns -1 as soon
-    as the replayed pages exceed the budget by more than `allowed` bytes.
+    """Simulate a changed choice into `new`, backwards from page `high - 1` until the alive values equal those in `old`.
     """
     _copy(old.alive[high], new.alive[high], 0, old.alive.shape[1])
     new.levels[high] = old.levels[high]

@@ -32,7 +32,7 @@ NEAREST = 16  # largest number of recomputations offered before each backward op
 
 @dataclass(frozen=True, eq=False)
 class Skeleton:
-    """All executions that may happen, in order, built around a given program."""
+    """A program with recomputations inserted wherever they may help: all possible executions of ops, in order."""
 
     layout: Layout
     tape: Tape
@@ -60,7 +60,7 @@ class Skeleton:
 
 
 class Skeletons:
-    """A builder of skeletons for programs of one step graph; tables that all of them need are built once."""
+    """Builds skeletons (programs with all recomputations that may help) for one step graph, from shared tables."""
 
     def __init__(self, graph: StepGraph, costs: Costs, *, nearest: int = NEAREST) -> None:
         self._executions = Executions(graph, costs)
@@ -68,7 +68,10 @@ class Skeletons:
         self._backward = [op.backward for op in graph.ops]
 
     def around(self, order: Order) -> Skeleton:
-        """Build the skeleton around the program that runs ops in this order. O(steps * nearest)."""
+        """Return a skeleton: the program that runs ops in this order, with all recomputations that may help.
+
+        O(steps * nearest).
+        """
         ops, blocks, again, chosen, split = self._listed(order)
         moments = np.array([split, split, len(ops)])
         entries = self._executions.entries(np.array(ops, np.int64), np.array(again, bool), split)

@@ -190,7 +190,7 @@ class _Solved:
         return self.judge.of(self.layout, (s for table in self.tables for s in table.frontier(count)))
 
     def many(self, apart: float) -> list[Candidate]:
-        """Return candidates for a geometric series of budgets with ratio `apart`, each from the finest table for it."""
+        """Return candidates for a series of budgets, each `apart` times the next, each from the finest table for it."""
         smaller = [*(table.mem for table in self.tables[1:]), 0]
         tables = zip(self.tables, smaller, strict=True)
         return self.judge.of(self.layout, (s for table, above in tables for s in table.spread(apart, above)))

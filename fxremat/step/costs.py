@@ -21,7 +21,7 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a step graph's ops: seconds, bytes of values and workspaces, and which ops must not overwrite."""
+    """The costs of a step graph's ops: seconds, bytes of values and workspaces, and which ops need a new result."""
 
     seconds: tuple[float, ...]
     sizes: Sizes
@@ -33,7 +33,7 @@ class Costs:
         return self.time_of(step.op for step in program.executions)
 
     def time_of(self, ops: Iterable[int]) -> float:
-        """Return the summed seconds of these ops, given by number."""
+        """Return the sum of the seconds of these ops, given by index."""
         return sum([self.seconds[op] for op in ops])
 
     def scaled(self, factor: float) -> Costs:

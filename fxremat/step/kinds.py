@@ -120,7 +120,7 @@ def host_bytes(program: Program, sizes: Sizes) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Versions:
-    """The versions of a program's values: each computation of a value makes a new version, alive until its last use."""
+    """The versions of a program's values: each execution of an op makes a new version of its results."""
 
     program: Program
     # (index of the last step that uses it, bytes) of each version, which is the result of one execution
@@ -135,13 +135,17 @@ class _Versions:
         return cls(program, lives(program, sizes), writer, frozenset(leaving))
 
     def birth(self, version: int) -> int:
-        """Return the index of the step that computes a version; for inputs, of the first step at which they exist."""
+        """Return the index of the step that computes a version (the result of one execution).
+
+        For inputs, return the index of the first step at which they are allocated.
+        """
         if version in self.writer:
             return self.writer[version]
         return self.program.split if self._origin(version) is Origin.TANGENT else 0
 
     def kind(self, version: int) -> MemoryKind:
-        """Return the kind of memory that a version counts as."""
+        """Return the kind of memory that the tensor with this version number (the result of one execution) counts as.
+        """
         match self._origin(version):
             case Origin.PRIMAL:
                 return MemoryKind.WEIGHTS
@@ -158,7 +162,9 @@ class _Versions:
         return MemoryKind.KEPT if self.lives[version][0] >= self.program.split else MemoryKind.TEMPORARY
 
     def replaced(self, step: Step | Transfer) -> list[int]:
-        """Return the versions whose storage a step may reuse: those that it is the last to read, largest first.
+        """Return the versions whose storage a step may reuse, since it is the last to read them, largest first.
+
+        A version is the result of one execution.
 
         The step's own results follow, since a compiled region may allocate them only after its peak.
         """

@@ -117,7 +117,9 @@ def lives(
     *,
     whole: bool = True,
 ) -> list[tuple[int, int]]:
-    """Return (index of the last step that uses it, bytes) for every version; -1: unused, len(steps): alive to the end.
+    """Return (index of the last step that uses it, bytes) for each version, which is the result of one execution.
+
+    Index -1: never used; len(steps): alive at the end.
 
     A version is a value as computed by one execution of its op. Arguments are those of `live_bytes`; `whole` is
     True for an entire step.

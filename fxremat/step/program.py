@@ -148,7 +148,10 @@ def rematerialize(layout: Layout, schedule: Schedule) -> Program:
 
 @dataclass(slots=True)
 class Replay:
-    """The state of a replay: the current version of each available value, and the items that the schedule stores."""
+    """The state while a schedule is simulated: the current version of each value, and the items that are stored.
+
+    A version is the result of one execution of the op that computes the value.
+    """
 
     layout: Layout
     steps: list[Step] = field(default_factory=list)
@@ -164,7 +167,8 @@ class Replay:
     _first: dict[int, int] = field(default_factory=dict)
 
     def give(self, value: int) -> int:
-        """Add a version of a value, make it the current one, and return its number."""
+        """Add a version of a value (the result of one more execution), make it the current one, and return its number.
+        """
         self.current[value] = version = len(self.version_of)
         self.version_of.append(value)
         self._first.setdefault(value, version)
@@ -186,7 +190,7 @@ class Replay:
                 raise InvalidSchedule(f"{op} needs a host to go to: compile with offload=True")
 
     def versions_of(self, kind: str, block: int) -> dict[int, int]:
-        """Return value -> version for the values that belong to this stored item alone; {} for the chain's input.
+        """Return value -> version for the values that no other stored item contains; {} for the chain's input.
 
         An item is ("a", block), the output of a block, or ("A", block), all that its backward reads; blocks
         count from 0. Raises `InvalidSchedule` if the item is not stored.
@@ -358,9 +362,7 @@ class Replay:
         self.run(index, block)
 
     def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
-        """Run one op on the current versions of its operands; its results become the current versions.
-
-        Of `pinned` values, which the caller holds, the first version stays current.
+        """Run one op on the current versions (latest results) of its operands; its results become the current versions.
         """
         op = self.layout.graph.ops[index]
         again = index in self.ran
@@ -378,7 +380,7 @@ class Replay:
 
 @dataclass(slots=True)
 class _OrderReplay(Replay):
-    """A faster replay that records only the order of ops, without versions."""
+    """A faster simulation of a schedule that records only the order of ops."""
 
     ops: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)

@@ -52,7 +52,7 @@ def common_module(modules: Iterable[str]) -> str:
 
 
 def span_of(modules: Sequence[str], counts: Counter[str]) -> str:
-    """Return one name for the modules of several ops: a module that has no other ops, or "first..last" of several.
+    """Return one name for the modules of several ops: that of a single module, or "first..last".
 
     Args:
         modules: the module of each op, in order.

@@ -33,7 +33,7 @@ def verify(program: Program) -> Program:
 
 
 def _check_reads(program: Program, graph: StepGraph) -> None:
-    """Check that every version that is read was written before, and that no version is written twice."""
+    """Check that each version (result of one execution) is written exactly once, and before it is read."""
     written = {step_write for step in program.steps for step_write in step.writes}
     there = {version for version in range(len(program.version_of)) if version not in written}
     for version in there:
