@@ -148,7 +148,7 @@ class Chain:
 
     @cached_property
     def phase_sizes(self) -> tuple[int, ...]:
-        """For t = 0..n, the bytes held by any schedule while d_t, the gradient of block t's output, is stored.
+        """For t = 0..n, the bytes in use in any schedule between the backwards t + 1 and t.
 
         phase[t] = d_t + held_t + the weight gradients of the blocks after t.
         """

@@ -27,7 +27,7 @@ from fxremat.errors import InvalidSchedule
 
 @dataclass(eq=False)
 class Stored:
-    """A value on the device from moment `born` to moment `gone`, numbered as described in this module."""
+    """A value that is on the device from moment `born` to moment `gone`; the module's docstring numbers moments."""
 
     size: int
     option: int  # the save option with which A was stored

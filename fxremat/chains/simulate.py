@@ -129,7 +129,7 @@ def simulate(
 
 
 def _straight(script: ResolvedSchedule) -> TimedRun:
-    """Return the times of a schedule without copies, in which ops run one after the other."""
+    """Return the start and end times of a schedule without copies, in which ops run one after the other."""
     memory: list[int] = []
     starts: list[float] = []
     ends: list[float] = []

@@ -87,7 +87,7 @@ class Walk:
                 self._addresses.pop(value, None)
 
     def shares(self, tensor: torch.Tensor, besides: int) -> bool:
-        """Tell whether an input of the step, or a live value other than `besides`, shares this tensor's storage."""
+        """Tell whether an input of the step, or an alive value other than `besides`, shares the tensor's storage."""
         address = _address(tensor)
         if address in self._given_addresses:
             return True

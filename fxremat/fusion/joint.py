@@ -29,7 +29,7 @@ from fxremat.step.source import common_module
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FusedLayout(Layout):
-    """The blocks of a program of units: only their names."""
+    """The blocks of a program whose ops are compiled regions and single ops; it has only the blocks' names."""
 
     block_names: tuple[str, ...]
 
@@ -39,7 +39,10 @@ class FusedLayout(Layout):
 
 
 def fused_program(program: Program, units: Units, kernels: Kernels) -> Program:
-    """Return a program whose ops are the units of `program`, each executed once. O(steps); nothing is compiled yet."""
+    """Return a program whose ops are the units of `program`, that is compiled regions and single ops.
+
+    Each unit runs once. O(steps); nothing is compiled yet.
+    """
     joint = _joint_of(program, units, kernels)
     steps = [program.steps[unit.steps[0]] for unit in units]
     groups = [node.meta.get(GROUP) for node in joint.nodes]
@@ -60,7 +63,7 @@ def fused_program(program: Program, units: Units, kernels: Kernels) -> Program:
 
 
 def _role(program: Program, units: Units, group: int) -> Role:
-    """Return the role of a unit of steps: backward if any of its steps belongs to the backward."""
+    """Return the role of a unit (group of steps): backward if any of its steps belongs to the backward."""
     roles = {program.steps[position].role for position in units[group].steps}
     return next(role for role in (Role.BACKWARD, Role.FORWARD, Role.RECOMPUTE) if role in roles)
 
@@ -88,7 +91,7 @@ FOR_EVER = 1 << 60  # larger than the number of any group
 
 
 def _last_readers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return node -> number of the last unit that reads it; `FOR_EVER` if the step returns it."""
+    """Return node -> index of the last unit (group of steps) that reads it; `FOR_EVER` if the step returns it."""
     last: dict[fx.Node, int] = {}
     for node in graph.nodes:
         group = node.meta.get(GROUP, FOR_EVER)
@@ -106,23 +109,24 @@ class _Uses:
     first_late: int  # number of the first unit of the backward
 
     def dies(self, node: fx.Node) -> bool:
-        """Tell whether a node's tensor may be freed after this unit: no later unit and no caller needs it."""
+        """Tell whether a node's tensor may be freed after this group of steps: no later group and no caller needs it.
+        """
         given = node.op == "placeholder" and not node.name.startswith("tangents")
         # gradient of a loss, which autograd keeps alive
         root = node.op == "placeholder" and node.meta["val"].numel() == 1
         return self.last[node] == self.group and node.op != "get_attr" and not given and not root
 
     def may_overwrite(self, node: fx.Node) -> bool:
-        """Tell whether the unit may overwrite a node's tensor: it may be freed, and was computed in the same graph.
+        """Tell whether this group of steps may overwrite a node's tensor.
 
-        Tensors that the forward saves must not be overwritten, since the backward may run again.
+        It may if the tensor may be freed after the group, and was computed in this graph.
         """
         made = node.meta.get(GROUP)
         return self.dies(node) and made is not None and (made < self.first_late) == (self.group < self.first_late)
 
 
 def _put_region(root: torch.nn.Module, nodes: Sequence[fx.Node], uses: _Uses, kernels: Kernels) -> None:
-    """Replace the nodes of one unit by a call of a compiled `Region`.
+    """Replace the nodes of one group of steps by a call of a compiled `Region`.
 
     Seeds of random numbers become inputs of the region, so that regions which differ only in their seeds are
     equal.
@@ -166,7 +170,7 @@ def _is_seed(node: fx.Node) -> bool:
 
 
 def _extracted(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
-    """Return a copy of these nodes as a separate graph; equal units get equal graphs."""
+    """Return a copy of these nodes as a separate graph; equal groups of nodes give equal graphs."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for place, node in enumerate(inputs):
         copies[node] = graph.placeholder(f"i{place}")
@@ -179,7 +183,7 @@ def _extracted(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Seq
 
 
 def _described(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> dict[str, Any]:
-    """Return the `meta` of a unit's node: that of its largest output, with all outputs and the module around its ops.
+    """Return the `meta` of a compiled group's node: that of its largest output, with all outputs and a common module.
     """
     largest = max(outputs, key=lambda node: sum(t.nbytes for t in tensors_of(node) if t is not None))
     module = common_module(module_of(node) for node in nodes if node.target is not operator.getitem)

@@ -36,7 +36,7 @@ TRIES = 40  # number of attempts to lower the peak by not moving some ops
 
 @dataclass(frozen=True)
 class Unit:
-    """Steps of a program that run together."""
+    """A group of steps of a program that run together: a compiled region, or a single op."""
 
     steps: tuple[int, ...]  # indices of the steps in the program
     compiled: bool  # True: a region that Inductor compiles; False: one op that runs uncompiled
@@ -64,7 +64,7 @@ def by_block(program: Program) -> Units:
 
 
 def alone(program: Program, positions: Iterable[int]) -> Units:
-    """Make each of these steps a unit by itself, uncompiled unless its op exists only in compiled form."""
+    """Return one unit for each of these steps, uncompiled unless its op exists only in compiled form."""
     return tuple(Unit((position,), compiled=_must_compile(program, position)) for position in positions)
 
 
@@ -128,7 +128,7 @@ def ops_of(program: Program, unit: Unit) -> list[int]:
 
 
 def unit_bytes(program: Program, sizes: Sizes, units: Units) -> list[int]:
-    """Return the bytes allocated while each unit runs, if regions need no workspace. O(steps).
+    """Return the bytes allocated during each group of steps, if compiled groups need no workspace. O(steps).
 
     The last number is the bytes between forward and backward.
     """
@@ -137,7 +137,10 @@ def unit_bytes(program: Program, sizes: Sizes, units: Units) -> list[int]:
 
 
 def _of_units(program: Program, units: Units) -> Program:
-    """Return a program with one step for each unit, for computing memory; values inside units do not occur in it."""
+    """Return a program with one step for each group of steps, for computing memory.
+
+    Values that only one group reads and writes do not occur in it.
+    """
     steps, joint = program.steps, program.layout.graph
     unit_of = {position: place for place, unit in enumerate(units) for position in unit.steps}
     returned = joint.pinned | joint.updates
@@ -265,8 +268,7 @@ def _group_to_join(groups: _Groups, large: Set[int], behind: int, *, near: bool)
 
 
 def _pulled_over(units: Units, worst: int) -> set[int]:
-    """Return the steps that were moved into unit `worst` or an earlier one from a position after that unit's beginning.
-    """
+    """Return the steps that grouping moved into unit `worst` or an earlier one from a later position."""
     if worst == len(units):
         return set()
     begins = units[worst].steps[0]

@@ -75,7 +75,7 @@ class FileTier(HostTier):
 
     @property
     def bytes(self) -> int:
-        """The bytes of all files: those in use, and those kept for later tensors."""
+        """Total bytes of all files, whether in use or kept for later tensors."""
         return self._pool.bytes
 
     def __reduce__(self) -> Any:

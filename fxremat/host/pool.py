@@ -46,7 +46,7 @@ class FilePool:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all files, those in use and the unused ones."""
+        """Total bytes of all files, whether in use or not."""
         with self._lock:
             self._collect()
             return self.used + self._idle

@@ -100,7 +100,7 @@ class HostTier(ABC):
 
     @abstractmethod
     def _begin_anew(self) -> None:
-        """Create threads, locks and memory again in a forked child, which does not inherit them."""
+        """Create new threads, locks and memory in a forked child, since it does not inherit those of its parent."""
 
     def _check_open(self) -> None:
         if self.closed:
@@ -122,7 +122,7 @@ def tier_named(name: str) -> HostTier:
 
 
 def _forked() -> None:
-    """Reset all tiers in a forked child, in which no other thread can change `_tiers`."""
+    """In a forked child process, reset all tiers; no other thread can change `_tiers` there."""
     for reference in _tiers.valuerefs():
         if (tier := reference()) is not None:
             tier._begin_anew()

@@ -22,7 +22,7 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, argument: Any) -> Any:
-        """Return the layout of a tensor, and any other argument unchanged."""
+        """Return the layout (shape, strides, dtype) of a tensor, and any other argument unchanged."""
         if not isinstance(argument, torch.Tensor):
             return argument
         return cls(argument.shape, argument.stride(), argument.dtype)

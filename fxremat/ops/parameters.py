@@ -73,7 +73,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Weights:
-    """The parameters of an optimizer, which a step updates one by one, and which may live on the host.
+    """The parameters of an optimizer, which a step updates one by one; each is on the device or on the host.
 
     Args:
         tier: the storage on the host.
@@ -121,7 +121,7 @@ class Weights:
         self._send_states_home()
 
     def _watch(self) -> None:
-        """Register a hook on the user's `optimizer.step`, once; it is removed together with this object."""
+        """Register a hook on the user's `optimizer.step`, once; the hook is removed when this object is freed."""
         if self._watching:
             return
         self._watching, myself = True, weakref.ref(self)
@@ -134,7 +134,7 @@ class Weights:
 
     @contextlib.contextmanager
     def telling_what_is_new(self) -> Iterator[None]:
-        """Add a note to an exception in a backward: how many parameters were updated before it.
+        """Within this context, add a note to exceptions that tells how many parameters were updated before.
 
         When the context ends, with or without an exception, all copies to the host have ended.
         """
@@ -223,7 +223,7 @@ class Weights:
 
     @contextlib.contextmanager
     def seen_on_the_device(self) -> Iterator[None]:
-        """Within this context, show parameters that are on the host as tensors of the device without memory."""
+        """Within this context, parameters on the host appear to the model as device tensors without memory."""
         parameters = self.parameters()
         there = {number: parameters[number].data for number in self.hosted}
         shells = {number: self._shells[number] for number in self.hosted}
@@ -309,7 +309,9 @@ class Weights:
         self._leaving.pop(number, None)
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor, number: int) -> None:
-        """Run the optimizer's update of one parameter; if it lives on the host, begin to copy it there with its state.
+        """Run the optimizer's update of one parameter.
+
+        If it is stored on the host, begin to copy it there with its state.
 
         Args:
             weight: the parameter's memory on the device, which is overwritten.
@@ -441,7 +443,8 @@ def wait(back: torch.Tensor, number: int, weights: str) -> torch.Tensor:
 
 
 def update(weight: torch.Tensor, gradient: torch.Tensor, number: int, weights: str) -> None:
-    """Run the optimizer's update of one parameter; if it lives on the host, begin to copy it there with its state."""
+    """Run the optimizer's update of one parameter; if it is stored on the host, begin to copy it there with its state.
+    """
     weights_named(weights).update(weight, gradient, number)
 
 

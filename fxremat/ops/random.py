@@ -48,7 +48,7 @@ def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
 
 
 class GeneratorStates:
-    """The current states of the generators that a step on these tensors may use, stored outside of torch's allocators.
+    """Saved states of the generators that a step on these tensors may use, in memory outside of PyTorch's allocators.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -58,13 +58,13 @@ class GeneratorStates:
         self._states = [(generator, generator.clone_state()) for generator in generators]
 
     def restore(self) -> None:
-        """Set the generators to these states."""
+        """Set the generators to the saved states."""
         for generator, then in self._states:
             generator.set_state(then.get_state())
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Restore these states within the context; afterwards the generators are as before it."""
+        """Within this context, the generators have the saved states; afterwards they are as before."""
         before = [(generator, generator.get_state()) for generator, _ in self._states]
         try:
             self.restore()
@@ -81,14 +81,14 @@ class HostDraws:
         self._python, self._numpy = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - what models use
 
     def restore(self) -> None:
-        """Set the generators to these states."""
+        """Set the generators to the saved states."""
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)  # noqa: NPY002
 
 
 @contextlib.contextmanager
 def host_draws_kept() -> Iterator[None]:
-    """Restore the generators of Python's `random` and of `numpy.random` after this context."""
+    """After this context, the generators of Python's `random` and of `numpy.random` are as before."""
     draws = HostDraws()
     try:
         yield

@@ -38,7 +38,10 @@ class ComputedMask(FxrematError):
 
 @torch.library.custom_op("fxremat::masks_nothing", mutates_args=())
 def masks_nothing(mask: Tensor) -> Tensor:
-    """Tell whether a mask is all true. In traced graphs it marks a mask that was left out, and is never run."""
+    """Tell whether a mask is all true.
+
+    In traced graphs, this op stands for a mask that was left out; it is never run there.
+    """
     return mask.all()
 
 
@@ -122,7 +125,9 @@ REPLACED: Mapping[str, Callable[[Callable[..., bool]], Callable[..., bool]]] = {
 
 
 def unmark(graph: fx.Graph, names: Sequence[str]) -> list[int]:
-    """Remove the marks of masks that were left out from dynamo's graph; return the indices of these inputs.
+    """Remove the ops that stand for left-out masks from dynamo's graph.
+
+    Return the indices of the inputs that are masks.
 
     Args:
         names: names of the model's inputs that may be passed by position.

@@ -43,7 +43,7 @@ class Differentiate(Protocol):
 
 
 class RunsOnce(Exception):
-    """Raised for a step that reads inputs which it overwrites, so that a second run would give other results."""
+    """Raised for a step that reads inputs which it also overwrites, so that a second run would give other results."""
 
 
 def runs_again(joint: Captured) -> bool:
@@ -72,7 +72,7 @@ class Outputs:
 
 
 def auxiliary_outputs_of(module: fx.GraphModule) -> Outputs:
-    """Separate the outputs from which a scalar output (a loss) is computed from all others. O(nodes).
+    """Find the outputs of a graph from which a scalar output (a loss) is computed. O(nodes).
 
     `module` is a graph as dynamo passes it to a backend; a view counts as the tensor that it is a view of.
     """

@@ -68,7 +68,7 @@ current = _Current()
 
 
 class CalledGraph:
-    """A captured graph with its programs (ways to run it), each of which can run at all sizes.
+    """A captured graph with the ways to run it (its programs: orders of ops with recomputations), at any input sizes.
 
     Args:
         joint: the graph at the sizes of the call that it was captured from.
@@ -119,7 +119,7 @@ class CalledGraph:
         return f"{os.path.basename(frame.file)}:{frame.line}" if frame else "ops"
 
     def at(self, dims: Dims) -> SizedPrograms:
-        """Return the same programs, in the same order, with their bytes and seconds at these sizes."""
+        """Return the programs, in the same order, with their bytes and seconds at these input sizes."""
         if dims not in self._at:
             assert self._sizes is not None
             with real_tensors():
@@ -133,7 +133,7 @@ class CalledGraph:
         return self._at[dims]
 
     def emitted(self, number: int) -> Emitted:
-        """Return the generated graphs of a program, by its index."""
+        """Return the fx graphs generated for the program with index `number`."""
         if number in self._emitted:
             return self._emitted.of(number, self._orders[number])
         with real_tensors():

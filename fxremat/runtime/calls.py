@@ -156,13 +156,13 @@ class Call:
 
     @property
     def program(self) -> CallProgram:
-        """The program that this call runs."""
+        """The program (order of ops with recomputations) that this call runs."""
         return self.at.programs[self.number]
 
     def keep(self, outputs: Sequence[Any], saved: list[Any]) -> torch.Tensor:
-        """Keep the tensors saved for the backward; return the token by which autograd finds them again.
+        """Store the tensors saved for the backward on this call, and return a token tensor that stands for them.
 
-        They are freed when the token is.
+        Autograd saves the token instead. The saved tensors are freed when the token is freed.
         """
         self.saved = _apart(saved, outputs)
         self.own = kept(self.program, self.at.outputs, self.node.held)
@@ -190,7 +190,7 @@ class Call:
 
     @property
     def dead_inputs(self) -> frozenset[int]:
-        """The inputs that are not alive any more, among those with a storage of their own allocated by PyTorch."""
+        """Indices of inputs that have been freed, among those with a storage of their own allocated by PyTorch."""
         return frozenset(value for value, is_alive in self._inputs.items() if not is_alive())
 
     def _forget(self) -> None:
@@ -205,7 +205,7 @@ class Call:
         return frozenset(value for value, is_alive in self._alive.items() if is_alive())
 
     def floats_held(self, taken: Set[int]) -> list[Output]:
-        """Return the floating-point outputs that are still alive, except those in the storages `taken`."""
+        """Return the floating-point outputs that are still alive, except those whose storage is in `taken`."""
         held = (self._floats[value] for value in self.held if value in self._floats)
         return [output for storage, output in held if storage not in taken]
 
@@ -222,11 +222,11 @@ class Call:
 
     @property
     def can_let_go(self) -> bool:
-        """True if the call has saved tensors that its graph can compute again from its inputs."""
+        """True if the call has saved tensors that its graph can recompute from its inputs."""
         return self.saved is not None and self.own > 0 and self.graph.runs_again
 
     def let_go(self) -> None:
-        """Free the saved tensors, so that the forward has to run again before the backward."""
+        """Free the saved tensors; the forward then has to run again before the backward."""
         self.step.saved -= self.own
         self.saved, self.own = None, 0
         del self._versions[len(self._read_late) :]

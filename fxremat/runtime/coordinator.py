@@ -104,7 +104,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Begin a step; graphs that are called within this context belong to it.
+        """Within this context, graphs that are called belong to one training step.
 
         Raises:
             BudgetTooSmall: the last step's sequence of calls does not fit into the budget; nothing has run.
@@ -143,7 +143,7 @@ class Coordinator:
                 call.free()
 
     def leave(self, outputs: Iterable[Output]) -> None:
-        """Record the end of the model's forward; `outputs` are those of its outputs that need a gradient.
+        """Record the end of the model's forward; `outputs` are the outputs that need a gradient.
 
         Raises:
             BudgetTooSmall: the backward cannot fit, by what is known of it.
@@ -159,7 +159,10 @@ class Coordinator:
             self._step.meter.leave(sum(assumed_for(count, dtype) for count, dtype in trained))
 
     def leave_with_what_is_held(self) -> None:
-        """Record the end of the model's forward; its outputs are those of graphs that are alive and no graph took."""
+        """Record the end of the model's forward.
+
+        Its outputs are taken to be graph outputs alive that no other graph read.
+        """
         self.leave(self._step.outputs_held if self._step is not None else ())
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
@@ -233,7 +236,7 @@ class Coordinator:
         self._unsettled, self._in_vain = SETTLED, 0
 
     def _let_go(self, call: Call) -> None:
-        """Make a call drop its saved tensors; the next steps are measured again, as this one needs more than was known.
+        """Make a graph call free its saved tensors, and measure the next steps again, since this one needs more memory.
         """
         call.let_go()
         self._unsettled = SETTLED
@@ -282,19 +285,21 @@ class Coordinator:
         return without(gradients, call.graph.outputs_needed, unused)
 
     def _fits(self, call: Call) -> bool:
-        """Tell whether the backward of a call fits if all other calls drop their saved tensors."""
+        """Tell whether the backward of a graph call fits if all other calls free their saved tensors."""
         if (mem := self.plans.mem) is None:
             return True
         others = sum(other.own for other in call.step.calls if other is not call and other.can_let_go)
         return call.step.level(call.node.back) - others + call.node.backward(call.program) <= mem
 
     def _is_less_again(self, call: Call) -> bool:
-        """Tell whether a call needs less memory if it drops its saved tensors, and runs its forward again."""
+        """Tell whether a graph call needs less memory if it frees its saved tensors and reruns its forward."""
         again = min(_need_again(call, program) for program in call.at.programs)
         return again - call.own < call.node.backward(call.program)
 
     def _run_again(self, call: Call) -> tuple[Emitted, list[Any]]:
-        """Run the forward of a call again, by the fastest program that fits now; return its graphs and saved tensors.
+        """Run the forward of a graph call again, by the fastest program that fits now.
+
+        Return its graphs and saved tensors.
         """
         step, node, at, mem = call.step, call.node, call.at, self.plans.mem
         need, level = partial(_need_again, call), step.level(node.back)

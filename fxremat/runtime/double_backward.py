@@ -75,8 +75,7 @@ class TwiceDifferentiable:
 
 
 def _compiled_node(nodes: Iterable[Any]) -> Any:
-    """Return the autograd node of a compiled step, possibly behind views that AOTAutograd adds; None if there is none.
-    """
+    """Return the autograd node of a compiled step, even behind views that AOTAutograd adds; None if there is none."""
     level = list(nodes)
     for _ in range(4):
         if (found := next(filter(is_compiled_backward, level), None)) is not None:
@@ -108,7 +107,7 @@ class _Call:
         return [version_of(x) if isinstance(x, Tensor) else None for x in self._given()]
 
     def _given(self) -> list[Any]:
-        """Return the inputs, with None for those that have been freed."""
+        """Return the inputs of the forward, with None for inputs that have been freed."""
         return [x() if isinstance(x, weakref.ref) else x for x in self.inputs]
 
     def take(self, position: int, gradient: Tensor) -> None:
@@ -149,7 +148,7 @@ class _Call:
         return tuple(gradients)
 
     def _inputs_again(self) -> list[Any]:
-        """Return the inputs for the second run; those that need no gradient are copied, as the step may write to them.
+        """Return the inputs for the second run; inputs that need no gradient are copied, as the step may write to them.
         """
         if self.step.rerun.refusal:
             raise CaptureError(REFUSED.format(reason=self.step.rerun.refusal))

@@ -237,7 +237,8 @@ class Backend:
 
     @contextlib.contextmanager
     def _as_it_runs(self, inputs: Sequence[Any]) -> Iterator[None]:
-        """Within this context, trace results with their real strides, and gradients as eager PyTorch computes them."""
+        """Within this context, trace op results with their real strides, and gradients as eager PyTorch computes them.
+        """
         cpu = self.target is None or not self.target.cuda
         layouts = real_layouts(self._layouts, cpu=cpu, compiled=self.options.compiles)
         cudnn = contextlib.nullcontext() if self.options.compiles else batch_norms_of_cudnn()
@@ -400,7 +401,7 @@ class Backend:
         return Rerun(draws=any(op.random for op in joint.ops), refusal=refusal)
 
     def _called(self, graph: SymbolicGraph | None, joint: Captured, coordinator: Coordinator) -> CalledGraph:
-        """Measure one of the graphs of a model that consists of several, find its programs, and return it.
+        """Measure one of several graphs of a model, find the ways to run it, and return it.
 
         Raises:
             FxrematError: it communicates with other ranks.

@@ -16,7 +16,7 @@ from fxremat.torch_private import boxed
 
 @dataclass(frozen=True)
 class Emitted:
-    """The generated forward and backward of a program, ready to run."""
+    """The generated forward and backward graph of one plan, ready to run."""
 
     forward: Callable[[list[Any]], Any]
     backward: Callable[[list[Any]], Any]
@@ -28,7 +28,9 @@ class Emitted:
 
 @dataclass
 class EmittedPrograms:
-    """The generated graphs of programs, by number; the `most` that ran last are kept.
+    """Cache of generated graphs, by program number; the `most` that ran last are kept.
+
+    A program is an order of ops with recomputations.
 
     Args:
         outputs: the number of the forward's outputs.
@@ -47,13 +49,14 @@ class EmittedPrograms:
         return number in self._kept
 
     def never_overwriting(self, fresh: Set[int]) -> None:
-        """Exclude these ops from overwriting an operand from now on."""
+        """From now on, generate graphs in which these ops do not overwrite an operand."""
         if not fresh <= self.fresh:
             self.fresh |= fresh
             self._kept.clear()
 
     def of(self, number: int, order: Order) -> Emitted:
-        """Return the graphs of program `number`, which runs ops in this order; generate them if they are not cached."""
+        """Return the graphs of program `number`, which runs ops in `order`; they are generated unless they are cached.
+        """
         if number not in self._kept:
             self._kept[number] = self._emit(order)
             if len(self._kept) > self.most:

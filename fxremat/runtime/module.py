@@ -260,7 +260,7 @@ class Inside:
         return tuple(self._module._fxremat.backend.plans)
 
     def to_device(self) -> Any:
-        """Move parameters and optimizer state that live on the host back to the device, bit for bit.
+        """Move the parameters and the optimizer state that are on the host back to the device, bit for bit.
 
         Model and optimizer can then train without fxremat, as if they had always been there. The next training call of
         this module moves parameters and state to the host again. Returns the module.
@@ -681,7 +681,7 @@ def _padding_masks(training: _Training, args: tuple[Any, ...], kwargs: dict[str,
 
 
 class _Begin:
-    """The state at the beginning of a step of several graphs, which `ComputedMask` may force to begin again.
+    """The state at the beginning of a step; if `ComputedMask` is raised, the step begins again from it.
 
     The first such step copies all buffers, later ones only those that steps were seen to write to. These copies
     are a part of the step's memory, except for those of the first step.

@@ -73,7 +73,7 @@ def _keeps_attributes(value: object) -> bool:
 
 @contextlib.contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Restore, after this context, the attributes of modules and of objects in them, and containers among them.
+    """After this context, restore attributes of the model's modules, of objects in them, and of containers among them.
 
     Such objects may cache tensors in their attributes.
     """

@@ -19,7 +19,7 @@ from fxremat.torch_private import group_named, ranks_of_group
 
 
 def ranks_of(joint: Captured, called_with: str) -> Agreement:
-    """Return the ranks that run this step together, able to communicate; `ALONE` if its collectives reach no other.
+    """Return the ranks that run this step together and can communicate; `ALONE` if it has no collectives with others.
 
     Args:
         called_with: the shapes of the inputs, for the message.

@@ -36,7 +36,7 @@ def replaced_in(model: nn.Module, *, itself: bool) -> nn.Module | None:
 
 
 def largest_child(module: nn.Module, least: float) -> str | None:
-    """Return the name of the child whose parameters have most elements; None if these are fewer than `least`.
+    """Return the name of the child whose parameters have the most elements; None if they are less than `least`.
 
     Children without a parameter that requires a gradient do not count.
     """
@@ -61,13 +61,13 @@ class PlannedChild:
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Within this context, replace the plain child by the planned one, so that the parent calls it."""
+        """Within this context, the parent module has the planned child instead of the plain one, and so calls it."""
         with self._changed(self.plain, self.planned):
             yield
 
     @contextlib.contextmanager
     def put_aside(self) -> Iterator[None]:
-        """Within this context, put the plain child back, if the planned one replaces it."""
+        """Within this context, the parent module has its plain child again, even inside of `standing_in`."""
         with self._changed(self.planned, self.plain):
             yield
 

@@ -115,7 +115,7 @@ class Shared:
 
     @contextlib.contextmanager
     def for_training(self) -> Iterator[None]:
-        """Within this context, let modules gather a parameter from the ranks when they read it."""
+        """Within this context, modules gather sharded parameters from the ranks when they read them."""
         back_to_shards(self.model)
         self.reduction = reduction = self._next_reduction()
         with contextlib.ExitStack() as stack:
@@ -165,8 +165,7 @@ class Shared:
                 del module.__dict__[WAITING]
 
     def _unreduced(self, place: int, parameter: ShardedParameter, module: nn.Module, name: str) -> torch.Tensor:
-        """Return a leaf tensor with a parameter's full shape, which collects its gradient and has no memory of its own.
-        """
+        """Return a leaf tensor of a parameter's full shape, with no memory of its own, which collects its gradient."""
         if place not in self.unreduced:
             shard = _local(module._parameters[name])
             sharing = parameter.sharing

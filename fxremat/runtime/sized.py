@@ -47,7 +47,8 @@ GOOD_ENOUGH = 1.03
 
 @dataclass(frozen=True)
 class _Slots:
-    """The numbers of tensors and of Python numbers for which AOTAutograd reserves outputs, enough for any program."""
+    """Numbers of tensors and of Python numbers that AOTAutograd passes from forward to backward, enough for any plan.
+    """
 
     tensors: int
     numbers: int
@@ -104,7 +105,10 @@ class Sized:
         return taking_a_list(self.backward)
 
     def forward(self, arguments: list[Any]) -> list[Any]:
-        """Run the forward of the program for the sizes of the arguments; the list is emptied, to free its tensors."""
+        """Run the forward with the program for the arguments' sizes.
+
+        The list is emptied, so that its tensors can be freed.
+        """
         dims = self._dims(arguments)
         number = self._chosen.get(self._shaping(dims))
         if number is None:
@@ -124,7 +128,7 @@ class Sized:
         return [*results, *dims, number, *saved_numbers]
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
-        """Run the backward of the program that ran the forward; the list is emptied, so that arguments can be freed."""
+        """Run the backward of the program whose forward ran; the list is emptied, so that its tensors can be freed."""
         unused = unused_outputs()
         count = len(self._graph.places)
         dims = tuple(int(argument) for argument in arguments[:count])
@@ -205,7 +209,7 @@ class Sized:
         return next(emitted, fitting[0])
 
     def _program(self, number: int) -> Emitted:
-        """Return the generated graphs of a program."""
+        """Return the graphs generated for the program with index `number`."""
         program = self._emitted.of(number, self._orders[number])
         assert program.tensors <= self._slots.tensors, "more tensors are saved than there are"
         assert program.numbers <= self._slots.numbers, "more numbers are saved than there are"

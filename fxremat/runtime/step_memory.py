@@ -48,7 +48,7 @@ class Meter(ABC):
 
     @abstractmethod
     def border(self, *, in_backward: bool = False) -> Border:
-        """Return a border at this moment."""
+        """Return the present moment as a border: memory is measured between two borders."""
 
     @abstractmethod
     def level(self) -> int | None:

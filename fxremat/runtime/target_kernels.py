@@ -34,7 +34,7 @@ FLASH_STEP = 8  # for flash attention the head dimension is padded to a multiple
 
 
 def captured_alike(one: Device, other: Device) -> bool:
-    """Tell whether a step has the same attention ops when captured for one device as for the other."""
+    """Tell whether a captured step has the same attention ops for both devices."""
     return all(getattr(one, of) == getattr(other, of) for of in ("cuda", "flash", "cudnn_attention"))
 
 
@@ -145,7 +145,7 @@ def _flash(
 
 
 def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
-    """Return the bias to add to attention scores for a mask, since these kernels take no boolean masks."""
+    """Return a mask as a bias that is added to attention scores, since these kernels take no boolean masks."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)

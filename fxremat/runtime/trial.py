@@ -31,7 +31,9 @@ class Buffers:
         ]
 
     def written(self) -> set[str]:
-        """Return the names of the buffers that were written to since, by version counters and, for copied ones, values.
+        """Return the names of the buffers written to since the object was made.
+
+        Writes are found by version counters and, for buffers that were copied, by comparing values.
         """
         return {
             name

@@ -78,7 +78,7 @@ class _Cut:
     each: int
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor with these dimensions flattened into the last one, the others having size 1.
+        """Return the tensor with the cut dimensions flattened into the last of them; the others have size 1.
 
         A view or a copy.
         """
@@ -258,7 +258,7 @@ class _Body:
         self._count, self._wide = region.count, region.wide
 
     def emit(self, rows: int, *, first: bool) -> fx.GraphModule:
-        """Generate the code of a slice: (*inputs, *places of cut outputs, *accumulators) -> the other outputs.
+        """Generate the code for one slice: (*inputs, *slices of cut outputs, *accumulators) -> the remaining outputs.
 
         The `first` slice gets no accumulators; it returns the first summand of each sum.
         """

@@ -43,7 +43,7 @@ class Place:
 
     @property
     def end(self) -> int:
-        """The first dimension after those of the axis."""
+        """The first dimension after the dimensions of the axis."""
         return self.dim + self.dims
 
     def holds(self, dimension: int) -> bool:

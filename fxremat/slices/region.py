@@ -144,7 +144,8 @@ class _Growing:
         )
 
     def _grow(self, values: Iterable[fx.Node]) -> None:
-        """Add all ops that write or read these values, and the ops around large values that are cut as a result."""
+        """Add to the region all ops that write or read these values, and the ops around large values that are then cut.
+        """
         queue = deque(values)
         while queue:
             value = queue.popleft()
@@ -154,7 +155,7 @@ class _Growing:
                     queue.extend(self._join(op))
 
     def _take(self, ops: Iterable[fx.Node]) -> None:
-        """Add these ops, and all ops that have to follow."""
+        """Add these ops to the region, and all ops that then have to be in it."""
         for op in ops:
             if op not in self.ops:
                 self._grow(self._join(op))

@@ -70,7 +70,7 @@ class SlicedRegion:
 
 @dataclass(frozen=True, kw_only=True)
 class Slicing:
-    """Settings for choosing regions (groups of ops) and running them in slices; equal graphs are always cut alike.
+    """Settings for choosing groups of ops (regions) that run in slices; equal graphs get equal regions.
 
     Attributes:
         target: bytes that an op may read and write, without parameters.

@@ -43,7 +43,10 @@ class Writer:
         self.summed_in: set[str] = set()  # the dtypes in which gradients are summed over slices
 
     def made_again(self) -> list[fx.Node]:
-        """Insert a forward op, and a backward op that runs each slice's forward again; return the new nodes."""
+        """Insert the region's forward op, and its backward op, which recomputes each slice's forward.
+
+        Return the new nodes.
+        """
         again = self._again
         written = []
         for mine, others in ((self.forward, set[fx.Node]()), (self.backward, again)):
@@ -86,7 +89,7 @@ class Writer:
 
     @cached_property
     def _read_late(self) -> set[fx.Node]:
-        """Nodes of the backward outside the region that its ops depend on, directly or through other such nodes."""
+        """Backward nodes outside of the region on which its ops depend, directly or indirectly."""
         values, late = self.values, self.values.late
         found: set[fx.Node] = set()
         stack = [a for op in self.found.ops for a in op.all_input_nodes if values.base(a) not in self._made]
@@ -138,7 +141,7 @@ class Writer:
 
     @cached_property
     def _again(self) -> set[fx.Node]:
-        """The forward ops that the backward of a slice runs again.
+        """The forward ops that the backward of each slice recomputes.
 
         These are the ops on which large values depend; or those on which all cut values depend, if saving the
         other cut values would take more memory than a slice needs.
@@ -154,7 +157,7 @@ class Writer:
         return self._behind({v for v in made if isinstance(self.found.labels.get(v), int)})
 
     def _behind(self, made_again: Set[fx.Node]) -> set[fx.Node]:
-        """Return the region's forward ops that compute these values and that the backward needs.
+        """Return the region's forward ops that compute the values in `made_again` and that the backward needs.
 
         Values that the forward returns are left out.
         """

@@ -30,7 +30,7 @@ SMALL = 2000  # values with fewer bytes than keep-all's peak / SMALL stay on the
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """A version of a value that can be on the host between two of its readers, steps `leaves` and `returns`."""
+    """A tensor that can be on the host between two of its readers, the steps with indices `leaves` and `returns`."""
 
     version: int
     size: int  # bytes
@@ -89,7 +89,7 @@ def trips_of(layout: Layout, schedule: Schedule, costs: Costs) -> tuple[Program,
 
 @dataclass(frozen=True)
 class _Visits:
-    """For each version of a value, the indices of the steps that read or write it."""
+    """For each version of a value (the result of one execution), the indices of the steps that read or write it."""
 
     program: Program
     at: dict[int, list[int]]
@@ -103,7 +103,7 @@ class _Visits:
         return cls(program, at)
 
     def trips(self, back: Mapping[int, int], costs: Costs) -> list[RoundTrip]:
-        """Return the round trips of versions that can be copied to the host, sorted by the step that computes each.
+        """Return the round trips of tensors that can be copied to the host, sorted by the step that computes each.
 
         Args:
             back: version -> index of the first step before which it may be copied back.
@@ -120,7 +120,7 @@ class _Visits:
         return sorted(found, key=lambda trip: trip.made)
 
     def _travels(self, version: int, costs: Costs) -> int:
-        """Return the bytes of a version that can be copied to the host; 0 for one that cannot.
+        """Return the bytes of a tensor (by its version number) if it can be copied to the host, else 0.
 
         It cannot if it was not computed by a forward op, if the caller holds it, if its tensor does not fill
         its storage, or if the user wants to keep it on the device.

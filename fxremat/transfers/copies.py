@@ -29,7 +29,7 @@ from fxremat.transfers.clock import Floats, Ints
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopy:
-    """A copy of one version of a value, or of a parameter's optimizer state.
+    """A copy between host and device of one computed tensor, or of a parameter's optimizer state.
 
     Each execution of an op makes a new version of its result.
     """
@@ -53,7 +53,7 @@ class CopyOut(HostCopy):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyIn(HostCopy):
-    """A host-to-device copy, which makes a new version of the value."""
+    """A copy from the host to the device, which makes a new version of the value."""
 
     begins: int  # index of the first step before which the copy may start
     first: int  # index of the first step that reads the value
@@ -62,7 +62,10 @@ class CopyIn(HostCopy):
 
 
 def need_of(program: Program, memory: Memory) -> Ints:
-    """Return the bytes needed at each step; the first step of the backward includes those between the two graphs."""
+    """Return the bytes needed at each step.
+
+    The first backward step includes what is needed before it, after the forward.
+    """
     need = np.array(memory.during, dtype=np.int64)
     if program.split < need.size:
         need[program.split] = max(need[program.split], memory.at_split)
@@ -115,7 +118,7 @@ def time_copies(
     link: Link,
     limit: int,
 ) -> TimedCopies:
-    """Find when steps and copies of a program run; it stays within `limit` bytes if it can.
+    """Simulate when steps and copies of a program run; the program stays within `limit` bytes if possible.
 
     O(steps + copies_in * steps between start and first reader).
 
@@ -143,7 +146,7 @@ def _field(copies: Sequence[HostCopy], name: str) -> Ints:
 
 
 class _Writer:
-    """A translation of simulated events into steps of a program."""
+    """Translates simulated events into steps of a program."""
 
     def __init__(self, timed: TimedCopies) -> None:
         self.timed, self.program = timed, timed.program
@@ -207,7 +210,7 @@ class _Writer:
                 return self._transfer(Role.WAIT, coming, reads=self._now(coming))
 
     def _now(self, what: HostCopy) -> tuple[int, ...]:
-        """Return the current version of what is copied, after copies back; () for optimizer state."""
+        """Return the latest version of the copied value, as a tuple; () for optimizer state."""
         return () if what.state else (self.renamed.get(what.version, what.version),)
 
     def _transfer(

@@ -97,7 +97,10 @@ def overlapped(program: Program, costs: Costs, limit: int) -> ProgramWithCommuni
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """A collective that can overlap with ops; steps are indices in the program."""
+    """A collective that can overlap with ops, together with steps that run right before and after it.
+
+    Steps are given by their indices in the program.
+    """
 
     at: int  # the collective's own step
     gather: bool  # True: a gather; False: a reduction
@@ -216,7 +219,7 @@ class _Run:
 
 
 class _Spread:
-    """A simulation of a program whose collectives overlap with ops, within `limit` bytes if possible."""
+    """Simulates a program whose collectives overlap with ops, within `limit` bytes if possible."""
 
     def __init__(self, program: Program, costs: Costs, limit: int, *, units: Sequence[_Unit]) -> None:
         self.program, self.limit = program, limit
@@ -351,7 +354,7 @@ def _result(program: Program, found: _Run, costs: Costs) -> ProgramWithCommunica
 
 
 def _completed(program: Program, step: Step | Transfer, trip: int) -> Transfer:
-    """Return the step that waits for a collective; it reads the operands and results, which are held until then."""
+    """Return the step that waits for a collective; it reads operands and results, which keeps them alive until then."""
     assert step.op is not None
     return Transfer(step.block, Role.COMPLETE, trip, (*step.writes, *_held(program, step)), ())
 

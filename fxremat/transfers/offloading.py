@@ -78,7 +78,7 @@ class Source:
 
     @property
     def least(self) -> int:
-        """The peak in bytes of the program with all possible values on the host."""
+        """The peak in bytes of the program if all values that can be offloaded are on the host."""
         need = self.need.copy()
         for trip in self.trips:
             need[trip.away] -= trip.size
@@ -87,7 +87,7 @@ class Source:
     def within(
         self, budget: int, link: Link, host_mem: int | None, faster_than: float
     ) -> Iterator[TimedCopies]:
-        """Yield versions of this program with copies to the host that fit into `budget` bytes.
+        """Yield variants of this program, with copies to the host, that fit into `budget` bytes.
 
         Args:
             host_mem: bytes that may be on the host at a time. None: no limit.
@@ -160,7 +160,8 @@ def _proposed(
 def _scheduled(
     layout: Layout, schedule: Schedule, budget: int, costs: Costs, link: Link
 ) -> Iterator[ProgramWithTransfers]:
-    """Yield a schedule as a program with its copies; if it exceeds the budget, also with more values copied."""
+    """Yield a schedule with its copies as a program; if it exceeds the budget, also one that offloads more values.
+    """
     program, chosen = trips_of(layout, schedule, costs)
     yield swap(program, chosen, costs, link, budget)
     need = need_of(program, live_bytes(program, costs.sizes))

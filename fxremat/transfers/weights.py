@@ -43,7 +43,8 @@ class Choice:
 
 
 def update_inside(program: Program, units: Iterable[ParameterUpdate]) -> Program:
-    """Return the program with an update for every parameter in `units`, all of which stay on the device. O(steps)."""
+    """Return the program with an optimizer update for each parameter in `units`, all of them on the device. O(steps).
+    """
     if any(isinstance(step, Transfer) for step in program.steps):
         raise FxrematError("updates come before transfers: this program has transfers already")
     graph = program.layout.graph
@@ -128,7 +129,9 @@ def choose(
     settled: frozenset[int] | None = None,
     host_mem: int | None = None,
 ) -> tuple[Choice, bool]:
-    """Choose what is kept on the host so that the program fits into `limit` bytes; return it, and whether it fits.
+    """Choose which parameters and state are on the host so that the program fits into `limit` bytes.
+
+    Return the choice, and whether the program fits.
 
     The most profitable move is made first. Profits are evaluated lazily, since other moves can only lower them.
 
@@ -257,7 +260,7 @@ def hosted(
 
 
 class _Trips:
-    """Collects the copies of parameters that live on the host; `need` grows while they are on the device."""
+    """Collects the copies of parameters stored on the host; `need` includes parameters while they are on the device."""
 
     def __init__(self, program: Program, need: Ints) -> None:
         self.program, self.need = program, need
@@ -265,7 +268,7 @@ class _Trips:
         self.copies_out: list[CopyOut] = []
 
     def add_weight(self, unit: ParameterUpdate, *, twice: bool) -> None:
-        """Copy a parameter in before its first reader, and again in the backward if it leaves in between."""
+        """Copy a parameter to the device before its first reader, and again in the backward if it leaves in between."""
         visits = _visits(self.program, unit)
         spans = [span for span in (visits.forward, visits.backward) if span is not None]
         if not twice:
