@@ -81,43 +81,46 @@ class SeenLoss:
 
 @dataclass(frozen=True)
 class Options:
-    """The settings of a plan.
+    """The options of a plan, checked.
 
     Args:
-        mem: the budget, in any of the forms of `fxremat.compile`. None: that of `plan`.
-        plan: a saved plan, or its file: it runs without planning where it belongs to the step that is captured. Where
-            it does not, that is an error; with `mem` it is a warning, and a plan within `mem` is made. Sizes are fixed.
-        solver: one of `PLANNERS`; where values may wait on the host also one of `TRANSFERRING`.
-        dynamic: whether the sizes of inputs may change, as in torch.compile. None: a size is fixed at first, and may
-            change once another one comes. True: all may change, and the model is captured once. False: fixed; every
-            combination is captured and planned by itself, as it is with slices, and where something is offloaded. Or
-            sizes that change from the start, with their range: {"tokens": {0: (2, 8), 1: Dim("n", min=16,
-            max=4096)}}, where `Dim` is torch.export's. Other sizes are allowed; a budget in percent refers to the
-            largest.
-        offload: let values wait on the host: True, a tier of `fxremat.host.tier`, or an `Offload` that says more.
-        slices: let regions of the model run in slices: True, or a `Slices` that says more.
-        backend: the kernels that run the ops: "eager", PyTorch's own, with the same bits; or "inductor", which compiles
-            regions of the planned step, or an `Inductor` that says more.
-        optimizer: of the model's parameters: SGD, Adam, AdamW, or another that treats each element by itself. With
-            offload=Offload(weights=True), the one that the step runs. With `costs` for a device, the one whose state
-            is counted on that device, which may also be a name: "adamw", "sgd-momentum" and others; None: AdamW's is
-            counted.
-        costs: "measure" runs every distinct op. "estimate" counts flops and bytes, for a typical device of the model's
-            type. The name of a known device, such as "H200", or a `fxremat.Device`: an estimate for that device. A
-            `fxremat.Trace`: the seconds of a run that torch.profiler recorded, elsewhere perhaps. A function that takes
-            a node of the captured graph and returns seconds; torch's CustomRuntimeEstimator is one.
-        loss: what a loss outside the model allocates, in the forms of a size, or a `Loss` that says more.
-        search: how programs are searched for: a `Search`.
-        method: the method of the model that training calls and that is planned, such as "training_step".
-        fullgraph: True: a model that is not one graph is an error, as with torch.compile. False: it is trained as
-            several graphs within one budget.
-        never_again: ops of the forward that are never recomputed: a pattern of modules, "*.router", a function that
-            takes a node of the captured graph and returns a bool, or several of these.
-        keep: ops, as in `never_again`, whose results moreover stay on the device where others are offloaded.
+        mem: the budget, in any form that `fxremat.compile` takes. None: the budget of `plan`.
+        plan: a saved plan, or the path of its file. It is used without planning if it belongs to the captured step.
+            If it does not, that is an error; if `mem` is given, it is a warning, and a new plan is made. Input sizes
+            are fixed.
+        solver: one of `PLANNERS`; with offloading also one of `TRANSFERRING`.
+        dynamic: which input sizes may change, as in torch.compile. None: each size is fixed until it changes. True:
+            all sizes may change, and the model is captured once. False: all sizes are fixed; every combination of
+            sizes is captured and planned separately, as always with slices or offloading. A dict gives ranges of
+            sizes that may change from the start: {"tokens": {0: (2, 8), 1: Dim("n", min=16, max=4096)}}, where `Dim`
+            is torch.export's. Sizes outside of a range are allowed; a budget in percent refers to the largest sizes.
+        offload: whether activations may be stored on the host: True, a tier of `fxremat.host.tier`, or an `Offload`
+            with more settings.
+        slices: whether groups of ops may run in slices of the batch or sequence: True, or a `Slices` with more
+            settings.
+        backend: "eager": PyTorch's own kernels, with bitwise equal results; "inductor", or an `Inductor` with more
+            settings: groups of ops of the planned step are compiled.
+        optimizer: the optimizer of the model's parameters: SGD, Adam, AdamW, or another that updates each element
+            separately. With offload=Offload(weights=True), the step runs it. If `costs` names a device, its state is
+            counted on that device; it may then be a name, such as "adamw" or "sgd-momentum"; None counts the state of
+            AdamW.
+        costs: "measure": run each different op. "estimate": count flops and bytes, for a typical device of the
+            model's type. The name of a known device, such as "H200", or a `fxremat.Device`: estimate for that device.
+            A `fxremat.Trace`: use the seconds of a run recorded with torch.profiler, perhaps on another machine. A
+            function: it gets a node of the captured graph and returns seconds, like torch's CustomRuntimeEstimator.
+        loss: bytes that a loss outside the model allocates, as a number or a text such as "300MB", or a `Loss` with
+            more settings.
+        search: limits of the search for plans.
+        method: name of the model's method that training calls and that is planned, such as "training_step".
+        fullgraph: True: it is an error if dynamo cannot capture the model as one graph, as with torch.compile. False:
+            the model is then trained as several graphs within one budget.
+        never_again: forward ops that are never recomputed: a pattern of module names, such as "*.router", a function
+            that gets a node of the captured graph and returns a bool, or a list of these.
+        keep: ops, given as in `never_again`, that are never recomputed and whose results are never offloaded.
 
     Raises:
-        InvalidBudget: a size or budget of another form.
-        FxrematError: any other value that a setting cannot have, or two that do not go together.
+        InvalidBudget: a size or budget has an invalid form.
+        FxrematError: another option has an invalid value, or two options cannot be combined.
     """
 
     _: KW_ONLY

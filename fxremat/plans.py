@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 class Plan(PlannedStep):
     """The plan of one training step within a budget, printable as text and as an HTML page.
 
-    Bytes are above what was allocated when forward began; seconds are those of the device it was planned for.
+    Bytes are above what was allocated when the forward began; seconds are those of the device that the plan is
+    for.
     """
 
     @cached_property
@@ -54,15 +55,15 @@ class Plan(PlannedStep):
     def at(self, **sizes: object) -> Plan:
         """Plan the same step for inputs of other sizes; this takes milliseconds if known programs can be reused.
 
-            plan.at(tokens=300)            the input `tokens` has 300 along its last symbolic dimension
-            plan.at(tokens=(8, 300))       ... and 8 along the first; a shape
-            plan.at(tokens={0: 8})         by dimension
+            plan.at(tokens=300)            size 300 in the last symbolic dimension of the input `tokens`
+            plan.at(tokens=(8, 300))       the shape of `tokens`
+            plan.at(tokens={0: 8})         size 8 in dimension 0
 
-        Other inputs whose sizes are equal to those now follow them, unless they are named too.
+        Sizes of other inputs that equal the present ones change together with them, unless they are given too.
 
         Raises:
-            BudgetTooSmall: nothing fits there.
-            FxrematError: the plan is of fixed sizes, or the input has none that are symbolic.
+            BudgetTooSmall: no plan fits at these sizes.
+            FxrematError: the plan has no symbolic sizes, or the input has none.
         """
         if not (self.step and self.step.sizes):
             raise FxrematError(
@@ -76,8 +77,8 @@ class Plan(PlannedStep):
         """Plan the same step within another budget, in any form of `mem`; nothing is captured or measured again.
 
         Raises:
-            BudgetTooSmall: nothing fits.
-            InvalidBudget: `mem` has another form.
+            BudgetTooSmall: no plan fits.
+            InvalidBudget: `mem` has an invalid form.
         """
         if self.step is None:
             raise FxrematError("this plan was read from a file, and has no step to plan again: capture the model")
@@ -142,11 +143,11 @@ class Plan(PlannedStep):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, which `Plan.load` and `fxremat.compile(model, plan=path)` read in any process.
 
-        It belongs to the same step on the same device, with the same PyTorch: another rank, another run, another
-        machine of this kind.
+        The plan can be used for the same step on the same kind of device with the same PyTorch: in another
+        rank, another run, or on another machine.
 
         Raises:
-            FxrematError: regions of it are compiled: such plans are not saved.
+            FxrematError: the plan has ops compiled by Inductor; such plans cannot be saved.
             OSError: the file cannot be written.
         """
         if self.compiled:

@@ -34,11 +34,9 @@ def fully_shard(
 ) -> nn.Module:
     """Shard the parameters of a model over ranks, in place, before `fxremat.compile` and before making the optimizer.
 
-    Afterwards each parameter is a DTensor, cut along its first dimension, as torch's own `fully_shard` makes it: this
-    is that function called on every layer of the model (an element of an `nn.ModuleList` or `nn.Sequential`) and on the
-    model itself. A model on which torch's function was called already is compiled as it is.
-
-    Args:
+    Afterwards each parameter is a DTensor, sharded along its first dimension: torch's own `fully_shard` is
+    called on every layer of the model (an element of an `nn.ModuleList` or `nn.Sequential`) and on the model
+    itself. If the user has called torch's function on the model already, this function is not needed.
 
     Args:
         mesh: the ranks. If it has two dimensions, parameters are sharded over the second one and replicated over the
