@@ -39,7 +39,7 @@ def compile(  # users know the name from torch.compile
     solver: str = "auto",
     **options: Unpack[CompileOptions],
 ) -> Rematerialized:
-    """Return a copy of a model whose training steps fit into a memory budget, with unchanged gradients.
+    """Return a module that trains `model` within a memory budget, with unchanged gradients.
 
     Args:
         model: any module that torch.compile can capture, as one graph or several. It is not changed.

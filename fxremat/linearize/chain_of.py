@@ -47,7 +47,7 @@ class _Builder:
 
     @cached_property
     def block_of(self) -> dict[int, int]:
-        """Number of a backward op -> number of the block that it belongs to."""
+        """Index of a backward op -> index of the block that it belongs to."""
         return {op: number for number, block in enumerate(self.layout.blocks) for op in block.backward}
 
     @cached_property
@@ -90,7 +90,8 @@ class _Builder:
 
     @cached_property
     def _tangents(self) -> dict[int, int]:
-        """Gradient that the caller passes in -> lowest block whose backward reads it; 0 if it stays alive anyway."""
+        """Gradient that the caller passes in -> lowest block whose backward reads it; 0 if the caller keeps it alive.
+        """
         readers: dict[int, int] = {}
         for op in self.graph.backward_ops:
             for value in op.reads:
@@ -172,7 +173,7 @@ class _Builder:
         return replay
 
     def _forward(self, number: int, keep: Keep, option: int, kept: frozenset[int]) -> tuple[float, int]:
-        """Return the seconds of a block's forward, and its peak in bytes beyond the values `kept`."""
+        """Return the seconds of a block's forward, and its peak in bytes besides the values in `kept`."""
         replay = self._replay(number)
         replay.forward(number, keep, option)
         program = replay.program()
@@ -206,7 +207,7 @@ class _Builder:
         return self.costs.time(program), max(0, peak - counted)
 
     def _returned_before(self, number: int) -> set[int]:
-        """Return gradients that the step returns, that a later block's backward computes and this block's reads."""
+        """Return gradients of later blocks that the step returns and that this block's backward reads."""
         ops = [self.graph.ops[index] for index in self.layout.blocks[number].backward]
         read = {value for op in ops for value in op.reads}
         made = {value for op in ops for value in op.writes}

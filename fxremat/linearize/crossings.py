@@ -24,11 +24,12 @@ from itertools import groupby
 
 from fxremat.step.step_graph import StepGraph
 
-CARRY_AT_MOST = 8  # number of values
-# a value is carried if the cuts that this allows span at least this fraction of the forward's seconds
+CARRY_AT_MOST = 8  # maximum number of values that are kept from forward to backward so that the graph can be cut
+# a value is carried (kept from forward to backward) if the cuts it allows span this fraction of the forward's
+# seconds
 LEAST_SPAN = 0.12
-LEAST_CUTS = 5  # a value is carried if that allows this many cuts; with fewer, it is the input of a residual branch
-LONG_LIVED = (1, 4)  # values that cross more low points than this are carried
+LEAST_CUTS = 5  # a value is carried (kept from forward to backward) if that allows at least this many cuts
+LONG_LIVED = (1, 4)  # values that cross more than this many low points (possible cuts) are carried; each is tried
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Crossing:
     """The values that cross each position of the forward: computed before it, and read by forward ops after it."""
 
     at: tuple[frozenset[int], ...]
-    worth_keeping: frozenset[int]  # values that the backward reads too; only these are boundaries worth saving
+    worth_keeping: frozenset[int]  # values that the backward reads too; only cuts that such values cross are useful
 
     def cuts(self, carried: frozenset[int] = frozenset(), width: int = 1) -> tuple[int, ...]:
         """Return the positions (op numbers) that at most `width` values cross, besides carried ones.
@@ -74,7 +75,10 @@ class Crossing:
         return tuple(found)
 
     def _distinct(self, positions: Sequence[int]) -> list[int]:
-        """Return one position for each set of crossing values that the backward reads; else only the first position."""
+        """Return one position for each set of crossing values that the backward reads.
+
+        If there is none, the first position.
+        """
         first: dict[frozenset[int], int] = {}
         for position in positions:
             if self.at[position] <= self.worth_keeping:
@@ -99,12 +103,12 @@ def low_cuts(crossing: Crossing, sizes: Sequence[int]) -> Iterator[tuple[tuple[i
 
 
 def crossings(graph: StepGraph) -> Crossing:
-    """Return the crossing sets of all forward positions. O(ops * width)."""
+    """Return the values that cross each position of the forward. O(ops * width)."""
     last: dict[int, int] = {}
     for op in graph.forward_ops:
         for (
             value
-            # `again_reads` leaves out running statistics that pass from one call of a layer to the next
+            # `again_reads` omits running statistics, which one call of a layer passes to the next
         ) in op.again_reads:
             last[value] = op.index
     live: set[int] = set()

@@ -117,7 +117,7 @@ def assign_backward(graph: StepGraph, block_of_op: Sequence[int], count: int) ->
         for value in (*op.reads, *op.writes):
             last_reader[value] = max(block, last_reader.get(value, 0))
     placed: dict[int, int] = {}
-    drawn = count - 1  # block of the latest random op; backward blocks run from the last to the first
+    drawn = count - 1  # block of the latest random op; backwards run from the last block to the first
     for op in graph.backward_ops:
         gradients = [graph.values[value].producer for value in op.reads]
         before = [placed[producer] for producer in gradients if producer in placed]
@@ -126,7 +126,8 @@ def assign_backward(graph: StepGraph, block_of_op: Sequence[int], count: int) ->
         ]
         wanted = None if op.sequence is None else by_sequence.get(op.sequence)
         if wanted is None or (len(before) > 1 and op.target == "aten.add.Tensor"):
-            wanted = min(before, default=count - 1)  # a sum of gradients may have the sequence number of another op
+            # the sequence number of a sum of gradients may be that of another op, so it is ignored
+            wanted = min(before, default=count - 1)
         placed[op.index] = min([wanted, *before, *stored])
         if op.random:
             placed[op.index] = drawn = min(placed[op.index], drawn)

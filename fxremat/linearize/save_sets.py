@@ -31,12 +31,12 @@ from fxremat.step.step_graph import StepGraph
 
 AT_MOST = 12  # number of save options of a block, including option 0
 GRAIN = 16  # flow capacities are integers, in units of 1 / 16 byte
-LEAST_STEP = 0.02  # corners closer than this fraction of the block's bytes count as one
+LEAST_STEP = 0.02  # frontier points closer than this fraction of the block's bytes count as one
 
 
 @dataclass(frozen=True)
 class SaveSet:
-    """One way to save a block: values to keep, and the recomputation that they leave."""
+    """One way to save a block: values that are kept, and the seconds of recomputing the others."""
 
     values: frozenset[int]  # the values of the block that are saved, its output included
     bytes: int  # total bytes of the saved values
@@ -44,7 +44,7 @@ class SaveSet:
 
 
 def add_options(layout: Layout, seconds: Sequence[float], sizes: Sequence[int]) -> Layout:
-    """Return the layout with save sets as options of every block; equal blocks are solved only once.
+    """Return the layout with several ways to save each block as its options; equal blocks are solved only once.
 
     Args:
         seconds: seconds of each op, by number.
@@ -67,7 +67,7 @@ def save_sets(
 ) -> list[SaveSet]:
     """Return ways to save a block, which trade bytes for seconds, by decreasing bytes.
 
-    They are the corners of the convex frontier, at most `AT_MOST`. The first keeps all that the backward reads.
+    They are corners of the convex frontier, at most `AT_MOST`. The first keeps all that the backward reads.
     """
     cut = _Cut(layout, block, seconds, sizes)
     everything = cut.price(block.saved[0])
@@ -86,7 +86,7 @@ def save_sets(
 
 
 def _shape(layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: Sequence[int]) -> object:
-    """Return a key that is equal for blocks whose options are equal up to renaming of ops and values."""
+    """Return a key that is equal for blocks whose save options are equal up to renaming of ops and values."""
     graph = layout.graph
     local = {value: place for place, value in enumerate(sorted(block.made))}
     ops = tuple(
@@ -140,7 +140,7 @@ class _Cut:
                 stack += [(high, between), (between, low)]
 
     def solve(self, rate: float) -> SaveSet:
-        """Return the cheapest save set if a second costs `rate` bytes."""
+        """Return the values to save such that bytes plus `rate` times the seconds of recomputation are least."""
         if not self.backward_reads:
             return self.price(self.output)
         runs = [max(1, round(rate * self.seconds[index] * GRAIN)) for index in self.block.forward]
@@ -204,7 +204,7 @@ class _Network:
         self.size = 2 + len(ops) + len(values)
 
     def source_side(self, runs: Sequence[int]) -> set[int]:
-        """Return the nodes that cannot reach the sink in the residual of a maximum flow: the largest source side.
+        """Return the nodes that cannot reach the sink in the residual graph of a maximum flow: the largest source side.
 
         Args:
             runs: the capacities of the edges from the source to the ops.

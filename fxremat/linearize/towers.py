@@ -22,12 +22,16 @@ from fxremat.linearize.lay_out import lay_out
 from fxremat.step.layout import Layout
 from fxremat.step.step_graph import StepGraph
 
-SHARE = 0.15  # a part with less than this fraction of the forward's seconds is no tower, but a stem or an embedding
+# a part with less than this fraction of the forward's seconds is no tower, but an input stem or an embedding
+SHARE = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
 class Towers:
-    """Positions in the forward: tower k ends with op ends[k], and the trunk (all ops after they meet) comes last."""
+    """The ops of each tower (parts of the forward that share no value): tower k ends with op ends[k].
+
+    The trunk, all ops after the towers meet, comes last.
+    """
 
     ends: tuple[int, ...]
     carried: frozenset[int]  # the values that leave the towers
@@ -90,7 +94,7 @@ def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) 
     foreign = [op for op, tower in tower_of.items() if tower != order[-1]] + sorted(trunk)
     beyond = [
         op for op in foreign if op > first[order[-1]]
-    ]  # ops of the trunk, and ops of an earlier tower
+    ]  # ops of the trunk, and ops that belong to an earlier tower
     if not beyond:
         return None
     ends = tuple(start - 1 for start in [*(first[tower] for tower in order[1:]), min(beyond)])

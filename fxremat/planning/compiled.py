@@ -186,7 +186,10 @@ class _Search:
 
     @cached_property
     def _calibration(self) -> float:
-        """The measured seconds of an entire step, divided by the summed seconds of its ops measured one by one."""
+        """The measured seconds of an entire step, divided by the summed seconds of its ops measured one by one.
+
+        Measured seconds of single compiled regions are multiplied by it.
+        """
         ops = range(len(self._plan.graph.ops))
         return self._single.time_of(ops) / known_costs(self._plan.captured).time_of(ops)
 

@@ -300,7 +300,14 @@ class PathPlans:
         return isinstance(self._options.budget, Percent | Least)
 
     def refusal(self, nodes: Sequence[Node], node: Node, needed: int, gradients: Sequence[int]) -> BudgetTooSmall:
-        """Return the error to raise when the graph call `node` of a step would need `needed` bytes."""
+        """Return the error to raise when the graph call `node` of a step would need `needed` bytes.
+
+        The least budget that it states is an estimate of what all calls so far need.
+
+        Args:
+            nodes: the calls so far.
+            gradients: for each call, bytes of the parameter gradients that the backwards of later calls have made.
+        """
         assert self.limit is not None
         self._stale = True
         path, further = ([*nodes], 0) if node in nodes else ([*nodes, node], node.gradients)

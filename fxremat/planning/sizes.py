@@ -120,7 +120,11 @@ class PlansOfSizes:
         return least
 
     def within(self, dims: Dims, mem: int | str | None, **changed: Any) -> Plan:
-        """Plan for these input sizes with another budget or other options, which the resulting plan's `at` reuses."""
+        """Plan for these input sizes with another budget or other options, which the resulting plan's `at` reuses.
+
+        Args:
+            mem: the budget; None: the budget of these plans.
+        """
         others = copy.copy(self)
         others._options, others._known = changed_options(self._options, mem=mem, **changed), ()
         return others.plan(dims, keep=bool(changed))

@@ -23,8 +23,8 @@ from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Order, Program
 from fxremat.step.step_graph import StepGraph
 
-# bytes that the rest of the step is assumed to take between forward and backward: multiples of the keep-all
-# peak
+# assumed bytes of the rest of the step between forward and backward, as multiples of the peak without
+# recomputation
 PAUSES = (0.0, 0.5, 2.0)
 MOST = 48  # number of programs kept for a graph
 EFFORT = 0.3  # seconds of op-by-op search for each of the `PAUSES`
@@ -44,7 +44,7 @@ class CallProgram:
     copies: int = 0
 
     def beats(self, other: CallProgram) -> bool:
-        """Tell whether this program is at least as good as the other in bytes of every kind and in time."""
+        """Tell whether this program needs at most the bytes of the other, of each kind, and at most its time."""
         return (
             self.saved <= other.saved
             and self.forward <= other.forward
@@ -76,7 +76,7 @@ def call_programs(graph: StepGraph, costs: Costs, *, effort: float = EFFORT) -> 
 
 
 def least_of(programs: Iterable[CallProgram]) -> CallProgram:
-    """Return the program that saves the fewest bytes for backward; of several, the one with the lowest peak."""
+    """Return the program that saves the fewest bytes for the backward; of several, the one with the lowest peak."""
     return min(programs, key=lambda p: (p.saved, max(p.forward, p.backward), p.time))
 
 
@@ -87,7 +87,7 @@ def _add(found: dict[object, CallProgram], order: Order, costs: Costs) -> None:
 
 
 def judged(order: Order, costs: Costs, copies: Sequence[int] = (), held: int = 0) -> CallProgram:
-    """Return the program that runs ops in this order, with its bytes and seconds. O(steps).
+    """Return the program that runs ops in `order`, with its bytes and seconds. O(steps).
 
     Args:
         copies: for each op, the bytes of copies of gradients into the traced strides; (): there are none.
@@ -150,7 +150,7 @@ def saving_nothing(order: Order) -> Order:
 
 
 def unbeaten(programs: Iterable[CallProgram]) -> list[CallProgram]:
-    """Return the Pareto-optimal programs in bytes of each kind and time, fastest first."""
+    """Return the programs that no other program beats in bytes of each kind and in time, fastest first."""
     found: list[CallProgram] = []
     for program in sorted(programs, key=lambda p: (p.time, p.saved, p.backward, p.forward)):
         if not any(other.beats(program) for other in found):
@@ -159,7 +159,8 @@ def unbeaten(programs: Iterable[CallProgram]) -> list[CallProgram]:
 
 
 def thinned(programs: list[CallProgram], most: int = MOST) -> list[CallProgram]:
-    """Return at most `most` of the programs, in their order; the fastest and those with the fewest bytes are kept."""
+    """Return at most `most` of the programs, in the same order; the fastest and those with the fewest bytes are kept.
+    """
     if len(programs) <= most:
         return programs
     ends = {

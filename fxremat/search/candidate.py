@@ -29,7 +29,7 @@ from fxremat.step.transferred import ProgramWithTransfers
 
 @dataclass(frozen=True, eq=False)
 class FromSchedule:
-    """The origin of a candidate that a solver found, as a schedule of the layout's blocks."""
+    """How a candidate was found: a solver returned a schedule of blocks (runs of consecutive ops)."""
 
     schedule: Schedule
     known: Order | None = None  # the order of executed ops that the schedule stands for; None until it is computed
@@ -43,13 +43,13 @@ class FromSchedule:
         return self.order(layout).program()
 
     def on(self, layout: Layout) -> FromSchedule:
-        """Return this origin bound to the graph of `layout`, which is equal to its own."""
+        """Return how the candidate was found, for the equal graph of `layout`."""
         return replace(self, known=self.known and replace(self.known, layout=layout))
 
 
 @dataclass(frozen=True, eq=False)
 class FromJoin(FromSchedule):
-    """A schedule of a join (parts of the model that share no value until the end) in terms of the layout's blocks."""
+    """How a candidate was found: as a schedule of several chains that share no value until they meet."""
 
     _: KW_ONLY
     timeline: JoinTimeline
@@ -57,7 +57,7 @@ class FromJoin(FromSchedule):
 
 @dataclass(frozen=True, eq=False)
 class Refined:
-    """An order of ops that the op-by-op search found, starting from a solver's schedule."""
+    """How a candidate was found: an op-by-op search, started from a solver's schedule, found an order of ops."""
 
     began: FromSchedule
     found: Order
@@ -71,33 +71,35 @@ class Refined:
         return self.found.program()
 
     def on(self, layout: Layout) -> Refined:
-        """Return this origin bound to the graph of `layout`, which is equal to its own."""
+        """Return how the candidate was found, for the equal graph of `layout`."""
         return replace(self, began=self.began.on(layout), found=replace(self.found, layout=layout))
 
 
 class _PutIntoAnother:
-    """Base of origins that add transfers or communication to the program of another origin, in the same order of ops.
+    """Base class: how a candidate was found by adding copies to the host or communication to another program.
+
+    The order of ops is that of the other program.
     """
 
     began: FromSchedule | Refined | Transferred
     result: ProgramWithTransfers | ProgramWithCommunication
 
     def order(self, layout: Layout) -> Order:
-        """Return the order in which ops run, without the transfers or communication that were added."""
+        """Return the order in which ops run, without the added copies or communication."""
         return self.began.order(layout)
 
     def program(self, _: Layout) -> Program:
-        """Return the program with the transfers or communication that were added."""
+        """Return the program with the added copies or communication."""
         return self.result.program
 
     def on(self, layout: Layout) -> FromSchedule | Refined:
-        """Return the origin without transfers or communication, bound to the graph of `layout`, an equal graph."""
+        """Return how the program without copies and communication was found, for the equal graph of `layout`."""
         return self.began.on(layout)
 
 
 @dataclass(frozen=True, eq=False)
 class Transferred(_PutIntoAnother):
-    """The program of another origin, with copies to the host and back added."""
+    """How a candidate was found: by adding copies to the host and back to another program."""
 
     began: FromSchedule | Refined
     result: ProgramWithTransfers
@@ -105,7 +107,7 @@ class Transferred(_PutIntoAnother):
 
 @dataclass(frozen=True, eq=False)
 class Communicating(_PutIntoAnother):
-    """The program of another origin, with collectives that run concurrently with its ops."""
+    """How a candidate was found: by letting the collectives of another program run concurrently with its ops."""
 
     began: FromSchedule | Refined | Transferred
     result: ProgramWithCommunication
@@ -119,8 +121,8 @@ class InUnits:
     """
 
     began: FromSchedule | Refined | Transferred | Communicating
-    ops: Layout  # the step graph of single ops, cut into blocks
-    fused: Program  # the program whose steps are units
+    ops: Layout  # the step graph before ops were grouped, cut into blocks
+    fused: Program  # the program whose steps are compiled regions and single ops
 
     def order(self, _: Layout) -> Order:
         """Return the order in which single ops run, before they were grouped into compiled regions."""
@@ -162,7 +164,7 @@ class Candidate:
 
     @property
     def join(self) -> JoinTimeline | None:
-        """The simulated schedule of a join of towers that this candidate came from; None if it came from a chain."""
+        """The simulated schedule of several chains that meet, if the candidate was found as one; else None."""
         return self._base.timeline if isinstance(self._base, FromJoin) else None
 
     @property
@@ -217,7 +219,7 @@ class Candidate:
         return replace(self, peak=peak, time=time, layout=program.layout, origin=origin)
 
     def on(self, layout: Layout) -> Candidate:
-        """Return this candidate for the graph of `layout`, an equal graph, without transfers or communication."""
+        """Return this candidate for the equal graph of `layout`, without copies and communication."""
         return replace(self, layout=layout, origin=self.origin.on(layout))
 
 
@@ -261,7 +263,7 @@ class Frontier:
 
 
 def exchanged(graph: StepGraph) -> Callable[[Candidate], Candidate]:
-    """Return a function that rebinds a candidate to `graph`, which is equal to its own; layouts stay shared."""
+    """Return a function that transfers a candidate to `graph`, which is equal to the candidate's own graph."""
     layouts: dict[int, Layout] = {}
 
     def moved(candidate: Candidate) -> Candidate:

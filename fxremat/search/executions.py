@@ -90,7 +90,7 @@ class Executions:
         return int(peak), self._costs.time_of(numbers)
 
     def entries(self, ops: Ints, again: NDArray[np.bool_], split: int) -> Ints:
-        """Return the executions of a program as numbers, with entries for the end of the forward and of the step.
+        """Return the index of each execution of a program, and of the ends of forward and step, in this object.
 
         Args:
             ops: the ops in the order in which they run.
@@ -131,7 +131,7 @@ class Executions:
         )
 
     def _again(self, index: int, *, late: bool) -> _Execution:
-        """Return a recomputation of an op, in the backward graph if `late`.
+        """Make an execution that recomputes an op, in the backward graph if `late`.
 
         Outputs that the caller holds since the first execution count only as temporary memory of the
         recomputation.
@@ -155,15 +155,15 @@ class Executions:
         return _Execution((), [*tangents, self._root], max(0, sizes.outside - brought))
 
     def _end(self) -> _Execution:
-        """Return the entry for the end of the step; it reads all that is still alive then."""
+        """Make the entry for the end of the step; it reads all values that are still alive then."""
         graph = self._graph
         held = [v for v in graph.tangent_values if v in graph.held_tangents or v not in self._read_late]
         return _Execution(sorted({*self._stored(graph.pinned, late=False), *held, self._root}), ())
 
     def _stored(self, values: Iterable[int], *, late: bool) -> list[int]:
-        """Return the values that occupy memory of the step: not its inputs and parameters, which exist before.
+        """Return the values whose memory belongs to the step; inputs and parameters exist before it.
 
-        `late`: they are read in the backward graph, which reads copies of the inputs that the forward
+        If `late`, the values are read in the backward graph, which reads copies of the inputs that the forward
         overwrites.
         """
         stored = [value for value in values if value not in self._primals]

@@ -71,7 +71,7 @@ def _moment(program: Program, place: int) -> str:
 
 
 def _loss(graph: StepGraph, costs: Costs) -> int:
-    """Return the bytes between forward and backward of a loss outside the model, or of the gradients that it passes in.
+    """Return the bytes of a loss outside the model between forward and backward, or of the gradients that it passes in.
     """
     tangents = sum(costs.sizes.values[value] for value in graph.tangent_values) + costs.sizes.root
     return max(tangents, costs.sizes.outside)

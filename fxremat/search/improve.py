@@ -33,16 +33,16 @@ PATIENCE = 500  # the search ends after this many consecutive changes without im
 OVERHEAD = 50  # cost of one change besides simulating it, in units of simulated pages (64 executions)
 STRETCH = 0.1  # one change adds at most this fraction of the optional executions
 NOISE = 1.0  # largest standard deviation of the logarithm of the random factor on seconds per byte
-MANY = 1500  # replaying a page takes twice as long for every this many values of the tape
+MANY = 1500  # number of values by which the time to simulate a page doubles
 FAR = 1 << 62  # bytes; more than any excess over a budget
 
 
 def improve(tape: Tape, choice: Bits, budget: int, work: int, seed: int) -> tuple[int, float]:
-    """Improve a choice in place: make it faster within the budget, or, if it does not fit, reduce its excess.
+    """Improve the choice of recomputations in place: make it faster, or, if it exceeds the budget, reduce the excess.
 
-    About `work` pages are replayed, fewer if nothing more is found; `seed` seeds all random decisions. Returns
-    the peak in bytes and the time in seconds; neither gets worse unless the peak was above the budget (in
-    bytes).
+    About `work` pages of executions are simulated, fewer if nothing more is found; `seed` seeds all random
+    decisions. Returns the peak in bytes and the time in seconds; neither gets worse, unless the peak exceeded
+    the budget (in bytes).
     """
     rng = np.random.default_rng(seed)
     places, worth = np.flatnonzero(tape.optional), _worth(tape)

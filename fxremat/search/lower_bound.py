@@ -31,7 +31,9 @@ import numpy as np
 from fxremat.step.costs import Costs
 from fxremat.step.step_graph import Op, Origin, StepGraph
 
-INSTANTS = 8  # about this many backward ops, evenly spaced, are looked at, besides the two with the most memory
+# approximate number of backward ops during which memory is limited; evenly spaced, besides the two with most
+# memory
+INSTANTS = 8
 _Variable = tuple[str, int, int]  # ("alive", value, instant) or ("runs", op, window)
 
 
@@ -44,7 +46,7 @@ def lower_bound(graph: StepGraph, costs: Costs, budget: int, *, instants: int = 
 
 
 def _watched(graph: StepGraph, fixed: dict[int, int], instants: int) -> Iterator[list[int]]:
-    """Yield two lists of backward ops to look at, one for each of two LPs: several ops, and the first one alone."""
+    """Yield two lists of backward ops during which memory is limited: several ops, and only the first one."""
     ops = [op.index for op in graph.backward_ops]
     if not ops:
         return
@@ -138,7 +140,8 @@ class _Rows:
         return [value for value in values if value in self.maker]
 
     def _backwards(self, window: int) -> tuple[Op, ...]:
-        """Return the backward ops after the watched op number `window`, up to and including the next watched one."""
+        """Return the backward ops after the `window`-th one at which memory is limited, up to the next one, included.
+        """
         end = self.marks[window + 1] + 1 if window + 1 < len(self.marks) else len(self.graph.ops)
         return self.graph.ops[self.marks[window] + 1 : end]
 

@@ -33,7 +33,7 @@ from fxremat.search.call_programs import CallProgram, least_of
 
 LEVELS = 4000  # number of levels to which the saved bytes are rounded
 MOST_NODES = 1000  # largest number of nodes of a tree; above it, calls that few steps made are forgotten
-NONE = -1  # stands for: no program fits
+NONE = -1  # index that means: no program fits
 NEVER = 1e9  # seconds; longer than any step takes
 
 Programs = Sequence[CallProgram]
@@ -41,10 +41,9 @@ Programs = Sequence[CallProgram]
 
 @dataclass(eq=False)
 class Node:
-    """A call of a graph in the tree of known paths; bytes are above those at the beginning of the step.
+    """A graph call in the tree of known sequences of calls; bytes are above those at the beginning of the step.
 
-    What the calls have saved is not included in any of the numbers but `held`. A number that is not known yet
-    is 0.
+    The numbers do not include what calls have saved, except in `held`. Unknown numbers are 0.
     """
 
     graph: Any  # the graph that is called; None for the root, which is the beginning of the step
@@ -63,7 +62,7 @@ class Node:
     freed: frozenset[int] | None = None
     shared: int = 0  # bytes of the gradients of this call's outputs that others keep alive until its backward has ended
     strided: bool = False  # True if a gradient of this call's outputs arrived with other strides than were traced
-    measured: bool = False  # False while the numbers are assumptions
+    measured: bool = False  # False: the numbers are assumptions, and no step has measured them yet
     # outputs of this call that were alive when its backward began; the measured bytes include them
     held: frozenset[int] = frozenset()
     idle: bool | None = None  # True if this call's backward did not run in any step; None: unknown
@@ -72,15 +71,16 @@ class Node:
 
     @property
     def choices(self) -> Programs:
-        """The programs to choose from, fastest first; only the one that saves least if its backward does not run."""
+        """The programs to choose from, fastest first; if the backward does not run, only the one that saves least."""
         return [least_of(self.programs)] if self.idle else self.programs
 
     def saved(self, program: CallProgram) -> int:
-        """Return the bytes that a program keeps for its backward, except outputs that are included in the numbers."""
+        """Return the bytes that a program saves for the backward, without outputs that the measured bytes include."""
         return kept(program, self.outputs, self.held)
 
     def highest(self, program: CallProgram) -> int:
-        """Return the peak from the beginning of this call to the end of its backward, above what was saved before."""
+        """Return the peak from the beginning of this call to the end of its backward, above what earlier calls saved.
+        """
         own = self.saved(program)
         if self.idle:
             return max(self.before + program.forward, own + self.after)
@@ -106,7 +106,7 @@ class Node:
         return None if number == NONE else self.programs[number]
 
     def assume(self, level: int | None, saved: int, last: Node | None) -> None:
-        """Raise the numbers of a call that was not measured yet to likely ones, when its forward begins.
+        """When the forward of an unmeasured call begins, raise its numbers to likely ones.
 
         Args:
             level: bytes that are alive now; None: not known.
@@ -154,7 +154,7 @@ class Node:
 
 
 def kept(program: CallProgram, outputs: Mapping[int, int], held: frozenset[int]) -> int:
-    """Return the bytes that a program keeps for its backward.
+    """Return the bytes that a program saves for its backward.
 
     Args:
         outputs: bytes of each output that the graph allocates, by value.
@@ -168,7 +168,11 @@ def _level(saved: int, mem: int) -> int:
 
 
 def plan(root: Node, mem: int) -> float:
-    """Choose a program for each graph call, depending on the bytes saved before it; return expected seconds of a step.
+    """Choose a program for each graph call and each level of bytes saved before it; return expected seconds of a step.
+
+    The choice is stored in `policy` of each node. If the result is `NEVER` or more, no programs fit into `mem`
+    bytes on some path; programs are then still chosen for the other paths. Bytes are rounded up, except if the
+    fastest program of each call fits, or only the one that saves least.
     """
     if (seconds := _chosen(root, mem, lambda programs: programs[0])) < NEVER:
         return seconds
@@ -178,7 +182,7 @@ def plan(root: Node, mem: int) -> float:
 
 
 def _chosen(root: Node, mem: int, of: Callable[[Programs], CallProgram]) -> float:
-    """Choose `of(programs)` for every call, if these programs fit on all paths; return the expected seconds.
+    """Choose the program `of(programs)` for every call if that fits on all paths; return expected seconds of a step.
 
     If they do not fit, return `NEVER` and choose nothing.
     """
@@ -233,11 +237,11 @@ def _choose(node: Node, below: NDArray[np.float64], mem: int) -> NDArray[np.floa
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """A sequence of calls with the program that is planned for each."""
+    """A sequence of graph calls, with the program that is planned for each."""
 
     nodes: tuple[Node, ...]
     programs: tuple[CallProgram, ...]
-    saved: tuple[int, ...]  # bytes that each call keeps for its backward
+    saved: tuple[int, ...]  # bytes that each call saves for its backward
     peak: int  # bytes
 
     @property
@@ -247,7 +251,7 @@ class Path:
 
 
 def planned(nodes: Sequence[Node], mem: int) -> Path | None:
-    """Return a path with its programs in the plan for `mem` bytes; None if a call has no program in it."""
+    """Return a sequence of graph calls with the programs of the plan for `mem` bytes; None if one has no program."""
     programs, total = [], 0
     for node in nodes:
         program = node.chosen(total, mem)
@@ -259,7 +263,7 @@ def planned(nodes: Sequence[Node], mem: int) -> Path | None:
 
 
 def with_programs(nodes: Sequence[Node], programs: Sequence[CallProgram]) -> Path:
-    """Return the path with these programs, one for each call, and its peak."""
+    """Return a sequence of graph calls with these programs, and its peak."""
     total = peak = 0
     saved = []
     for node, program in zip(nodes, programs, strict=True):

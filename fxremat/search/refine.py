@@ -24,14 +24,15 @@ from fxremat.step.costs import Costs
 from fxremat.step.step_graph import StepGraph
 
 EFFORT = 3.0  # seconds that the search takes, about
-PAGES = 2_000_000  # a search replays about this many pages (of 64 executions) in a second
-RUNGS = 110  # the seconds of an effort are divided among this many rungs, which span about a factor of ten in budget
-STEP = 1.02  # ratio of the budgets of successive rungs
+PAGES = 2_000_000  # approximate number of pages (of 64 executions) that a search simulates per second
+# number of searches among which the seconds of an effort are divided, for budgets up to a factor of ten apart
+RUNGS = 110
+STEP = 1.02  # ratio of the budgets of successive searches
 NEAR = 1.002  # programs within this factor of the time without recomputation are not improved
 SMALLER = 1.05  # each try searches for a peak that is lower by this factor
 IN_VAIN = 3  # after this many tries without success the search for a lower peak ends
 LOWERED = 30  # largest number of tries to lower the least peak
-PATIENT = 5  # each try to lower the least peak replays this many times as much as a rung
+PATIENT = 5  # a search for a lower peak simulates this many times as much as another search
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,9 @@ class Ladder:
     """A Pareto frontier, and results of op-by-op searches for a series of increasing budgets, called rungs."""
 
     given: Frontier
-    # (budget of the rung in bytes, faster program that was found), by increasing budget
+    # (budget in bytes, faster program found by the search), by increasing budget
     found: tuple[tuple[int, Candidate], ...] = ()
-    climbed: int = 0  # bytes: the highest rung that was searched
+    climbed: int = 0  # largest budget in bytes for which a search was done
 
     @property
     def rungs(self) -> list[int]:
@@ -72,7 +73,7 @@ class Ladder:
         return replace(self.given, candidates=tuple(unbeaten([*self.given.candidates, *found])))
 
     def on(self, graph: StepGraph) -> Ladder:
-        """Return the ladder with its candidates rebound to `graph`, which is equal to their own graph."""
+        """Return the results with candidates transferred to `graph`, which is equal to their own graph."""
         moved = exchanged(graph)
         found = tuple((rung, moved(candidate)) for rung, candidate in self.found)
         return replace(self, given=self.given.each(moved), found=found)
@@ -81,7 +82,7 @@ class Ladder:
 def lowered(candidates: tuple[Candidate, ...], costs: Costs, *, effort: float) -> tuple[Candidate, ...]:
     """Search for programs with a lower peak than any of `candidates`; return the Pareto frontier, fastest first.
 
-    It takes up to a few times the seconds of one rung of a ladder with this `effort`.
+    The search takes a few times as long as one of the searches for different budgets with this `effort`.
     """
     return tuple(
         unbeaten([*candidates, *_smaller(candidates[-1], costs, int(PATIENT * effort * PAGES / RUNGS))])
@@ -120,7 +121,8 @@ class _Search:
         If there is one, append it to `found`.
         """
         start = self._given.within(rung)
-        if self.found and self.found[-1][1].time < start.time:  # the last result in `found` is the fastest
+        # the last result in `found` has the largest budget, and is the fastest
+        if self.found and self.found[-1][1].time < start.time:
             start = self.found[-1][1]
         if start.time <= self._near:
             return

@@ -16,7 +16,7 @@ from fxremat.search.refine import Ladder
 from fxremat.step.costs import Costs
 from fxremat.step.step_graph import StepGraph
 
-FURTHEST = 2.0  # programs are reused at sizes whose keep-all peak is larger or smaller by at most this factor
+FURTHEST = 2.0  # programs are reused at other sizes if the peak without recomputation differs by at most this factor
 
 
 def replanned(known: Ladder, graph: StepGraph, costs: Costs) -> Ladder | None:

@@ -56,7 +56,7 @@ class Pages(NamedTuple):
 
 
 def blank_pages(tape: Tape) -> Pages:
-    """Allocate the arrays that hold the results of a replay."""
+    """Allocate arrays for the results of a simulation."""
     count = (tape.optional.size + PAGE - 1) // PAGE
     return Pages(
         np.zeros(tape.optional.size, np.uint8),
@@ -150,6 +150,9 @@ def replay_again(
     tape: Tape, choice: Bits, old: Pages, new: Pages, high: int, budget: int, allowed: int
 ) -> int:
     """Simulate a changed choice into `new`, backwards from page `high - 1` until the alive values equal those in `old`.
+
+    Return the lowest simulated page, below which pages stay as in `old`; -1 as soon as the simulated pages
+    exceed the budget by more than `allowed` bytes.
     """
     _copy(old.alive[high], new.alive[high], 0, old.alive.shape[1])
     new.levels[high] = old.levels[high]
@@ -173,10 +176,10 @@ def _equal(one: Bits, other: Bits) -> bool:
 
 @jit
 def spend(tape: Tape, choice: Bits, pages: Pages, spare: Pages, places: Ints, budget: int) -> int:
-    """Remove the recomputations at `places` from a choice, one by one, where that costs no time and still fits.
+    """Remove those recomputations at `places` from a choice, one by one, whose removal costs no time and still fits.
 
-    `choice` and `pages`, the results of its replay, change in place. If the choice exceeds the budget already,
-    removing a recomputation must not increase the excess. Returns the number of pages replayed.
+    `choice`, and `pages` with its simulation results, change in place. If the choice exceeds the budget
+    already, a removal must not increase the excess. Returns the number of simulated pages.
     """
     work, excess = 0, 0
     for page in range(pages.excess.size):

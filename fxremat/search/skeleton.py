@@ -27,7 +27,7 @@ from fxremat.step.layout import Layout
 from fxremat.step.program import Order
 from fxremat.step.step_graph import Origin, StepGraph
 
-NEAREST = 16  # largest number of recomputations offered before each backward op
+NEAREST = 16  # maximum number of recomputations that may be inserted before each backward op
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +42,12 @@ class Skeleton:
     blocks: Ints  # the block (run of ops between two cuts) of each execution; -1 where `ops` is -1
 
     def judge(self, choice: Bits) -> tuple[int, float]:
-        """Return the peak in bytes and the time in seconds of a choice. O(executions), some tens of microseconds."""
+        """Return peak in bytes and time in seconds of a choice of executions. O(executions), some tens of microseconds.
+        """
         return replay(self.tape, choice, blank_pages(self.tape), 0)
 
     def order(self, choice: Bits) -> Order:
-        """Return the order of ops under a choice, without recomputations whose results are not read."""
+        """Return the order of the chosen executions, without recomputations whose results are not read."""
         pages = blank_pages(self.tape)
         replay(self.tape, choice, pages, 0)
         runs = (pages.runs == 1) & (self.ops >= 0)
@@ -84,7 +85,7 @@ class Skeletons:
         )
 
     def _listed(self, order: Order) -> tuple[list[int], list[int], list[bool], list[bool], int]:
-        """List for each execution its op, its block, whether it is a recomputation, and whether the program has it.
+        """List the possible executions: op, block, whether it is a recomputation, whether the given program has it.
 
         The last result is the index of the first execution in the backward graph.
         """
@@ -108,7 +109,7 @@ class Skeletons:
 
 
 class _Neighbours:
-    """A finder of the recomputable forward ops that are closest upstream of an op's inputs: `near(op)`."""
+    """Finds the recomputable forward ops that are closest upstream of an op's inputs: `near(op)`."""
 
     def __init__(self, graph: StepGraph, nearest: int) -> None:
         self.graph, self.nearest, self.pinned = graph, nearest, graph.pinned

@@ -39,18 +39,18 @@ from fxremat.step.step_graph import StepGraph
 
 NEAR_LEAST = 1.15  # the last table of a chain covers budgets up to this multiple of the chain's least memory
 APART = 1.01  # ratio of successive budgets for which a chain is solved
-# this many schedules of each table are evaluated first; a chain gets more only if one of them is on the frontier
+# number of schedules of each table that are evaluated first; chains with one on the frontier get more
 A_FEW = 5
 LARGE = 2000  # ops; for larger graphs half as many schedules are evaluated
 COARSE = 150  # memory levels in the first tables of chains with more than `MANY_BLOCKS` blocks
 MANY_BLOCKS = 120
-LUMP = 500  # ops; a way to cut that has a larger block is skipped if another way has none
+LUMP = 500  # maximum ops of a block; a way to cut the graph with a larger block is skipped if another way has none
 MOST_BLOCKS = 250
-MOST_VALUES = 6  # number of values that may cross a cut
+MOST_VALUES = 6  # maximum number of values that may cross a cut between blocks
 JOIN_SLOTS = 150  # memory levels in the table of a join (chains that meet only at the end)
 MEASURING_SLOTS = 100  # memory levels in the table that decides in which order ops are measured
 JOIN_STEP = 0.85  # ratio of each budget that a join is solved for to the one before
-FAR = 1 << 50  # bytes; more than anything needs
+FAR = 1 << 50  # number of bytes that exceeds any need
 
 
 def survey(
@@ -100,7 +100,7 @@ def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int]:
 
 
 class _Judge:
-    """An evaluator of the exact peak and the time of schedules of one step graph."""
+    """Evaluates the exact peak and the time of schedules of one step graph."""
 
     def __init__(self, graph: StepGraph, costs: Costs) -> None:
         self.costs, self._executions = costs, Executions(graph, costs)
@@ -186,7 +186,7 @@ class _Solved:
         return cls(layout, chain, judge, tuple(tables))
 
     def few(self, count: int) -> list[Candidate]:
-        """Return the candidates of about `count` schedules of each table."""
+        """Return candidates for about `count` schedules of each table."""
         return self.judge.of(self.layout, (s for table in self.tables for s in table.frontier(count)))
 
     def many(self, apart: float) -> list[Candidate]:
@@ -218,9 +218,9 @@ def _first_slots(layout: Layout, slots: int) -> int:
 
 
 def _joined(judge: _Judge, graph: StepGraph, slots: int) -> Iterator[Candidate]:
-    """Yield candidates for smaller and smaller budgets from the model as a join; none if it is not one.
+    """Yield candidates for decreasing budgets that treat the model as a join of several chains; none if it is not one.
 
-    A join consists of towers: chains of ops that share no value until they meet, as in a siamese network.
+    In a join, chains of ops share no value until they meet, as in a siamese network.
     """
     costs, crossing = judge.costs, crossings(graph)
     towers = find_towers(graph, crossing, costs.seconds)

@@ -25,8 +25,8 @@ class Costs:
 
     seconds: tuple[float, ...]
     sizes: Sizes
-    fresh: frozenset[int] = frozenset()  # numbers of ops whose kernels must not overwrite an input
-    staying: frozenset[int] = frozenset()  # numbers of values that must not be copied to the host
+    fresh: frozenset[int] = frozenset()  # indices of ops whose kernels must not overwrite an input
+    staying: frozenset[int] = frozenset()  # indices of values that must not be copied to the host
 
     def time(self, program: Program) -> float:
         """Return the summed seconds of all ops of a program, recomputations included; copies count as 0."""
@@ -42,8 +42,7 @@ class Costs:
 
 
 def apart(graph: StepGraph, costs: Costs) -> tuple[Costs, float]:
-    """Return the costs with collectives taking no time, and the seconds of all collectives, which can overlap with ops.
-    """
+    """Return the costs without the time of collectives, and the sum of their seconds, which may overlap with ops."""
     seconds = tuple(0.0 if op.communicates else s for op, s in zip(graph.ops, costs.seconds, strict=True))
     return replace(costs, seconds=seconds), sum(costs.seconds) - sum(seconds)
 
@@ -59,7 +58,7 @@ class Link:
     in_powers: bool = False  # True if the host allocator rounds sizes up to powers of two
 
     def on_host(self, size: int, tensors: int = 1) -> int:
-        """Return the bytes of host memory for `tensors` tensors of `size` bytes in total.
+        """Return the bytes that `tensors` tensors with `size` bytes in total occupy on the host.
 
         >>> Link(to_host=1e9, from_host=1e9, in_powers=True).on_host(65 * 2**20) // 2**20
         128

@@ -40,7 +40,7 @@ class MemoryKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """An allocation: bytes that are allocated from step `first` to step `last`, both included."""
+    """Bytes that are allocated from step `first` to step `last` of a program, both included."""
 
     kind: MemoryKind
     first: int

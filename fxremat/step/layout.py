@@ -26,12 +26,12 @@ class BlockLayout:
     backward: tuple[int, ...]
     boundary: frozenset[int]  # the block's output: values computed up to this block that later blocks' forwards read
     made: frozenset[int]  # all values that the block's forward computes
-    # for each save option of the block, the values computed in it that are kept, boundary values included
+    # for each option to save the block, the values computed in it that are kept, boundary values included
     saved: tuple[frozenset[int], ...]
 
 
 class _Needs(dict[tuple[int, int, bool], frozenset[int]]):
-    """The values that a block's forward must leave in memory, by (block, save option, whether it runs the first time).
+    """The values that the forward of a block must leave in memory, by (block, save option, is it the first run).
 
     Option -1 keeps only the block's output.
     """
@@ -57,7 +57,7 @@ class Layout:
 
     graph: StepGraph
     blocks: tuple[BlockLayout, ...]
-    held: frozenset[int]  # values kept from their forward to their last use, whatever the plan
+    held: frozenset[int]  # values that every plan keeps from their forward to their last use
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -71,7 +71,9 @@ class Layout:
 
     @cached_property
     def needs(self) -> _Needs:
-        """The values that the forward of each block must leave in memory, by (block, option, first run); filled lazily.
+        """The values that a block's forward must leave in memory, by (block, save option, is it the first run).
+
+        Entries are computed when they are first read.
         """
         return _Needs(self)
 

@@ -77,7 +77,7 @@ def live_bytes(
 
 @dataclass(frozen=True)
 class _Changes:
-    """Bytes that are allocated before, and freed after, each step of a program."""
+    """Bytes that are allocated before each step of a program, and freed after it."""
 
     start: int
     tangents: int  # bytes that the caller allocates between forward and backward, for gradients and a loss
@@ -119,17 +119,15 @@ def lives(
 ) -> list[tuple[int, int]]:
     """Return (index of the last step that uses it, bytes) for each version, which is the result of one execution.
 
-    Index -1: never used; len(steps): alive at the end.
-
-    A version is a value as computed by one execution of its op. Arguments are those of `live_bytes`; `whole` is
-    True for an entire step.
+    Index -1: never used; len(steps): alive at the end. Arguments are those of `live_bytes`; `whole` is True for
+    an entire step.
     """
     graph, forever = program.layout.graph, len(program.steps)
     last = [-1] * len(program.version_of)
     for position, step in enumerate(program.steps):
         for version in (*step.reads, *step.writes):
             last[version] = position
-    # new values of buffers, which are copied over the old ones after the forward and then freed
+    # new values of buffers are copied over the old ones after the forward, then freed
     for value in graph.updates:
         if value in program.first:
             last[program.first[value]] = max(last[program.first[value]], program.split - 1)

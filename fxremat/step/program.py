@@ -22,7 +22,7 @@ from fxremat.step.layout import Layout
 
 
 class Role(Enum):
-    """The kinds of steps of a program."""
+    """What a step of a program does."""
 
     FORWARD = "forward"  # the first execution of a forward op
     RECOMPUTE = "recompute"  # any later execution of a forward op
@@ -39,7 +39,7 @@ class Role(Enum):
 class Step:
     """One execution of one op."""
 
-    op: int  # the op's number in the step graph
+    op: int  # index of the op in the step graph
     block: int  # index of the block (run of consecutive ops) that the step belongs to, from 0
     role: Role
     reads: tuple[int, ...]  # indices of the versions that the step reads; a version is the result of one execution
@@ -159,7 +159,7 @@ class Replay:
     current: dict[int, int] = field(default_factory=dict)
     ran: set[int] = field(default_factory=set)  # ops that ran at least once
     split: int | None = None
-    # value -> number of stored items of the chain simulator that contain the value
+    # value -> number of stored block outputs and save sets that contain the value
     _covers: dict[int, int] = field(default_factory=dict)
     _stored: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
     _repeated: set[int] = field(default_factory=set)
@@ -203,7 +203,10 @@ class Replay:
         return {value: self.current[value] for value in sorted(values) if self._covers[value] == 1}
 
     def restore(self, kind: str, block: int, versions: Mapping[int, int]) -> None:
-        """Store a discarded item (see `versions_of`) again, with these versions; do nothing if it is stored."""
+        """Store a discarded block output or save set again, with these versions of its values.
+
+        Do nothing if it is stored. `versions_of` describes the arguments.
+        """
         if (kind, block) not in self._stored:
             self.current |= versions
             self._store((kind, block), versions)
@@ -248,7 +251,7 @@ class Replay:
         self._forget(place.made)
 
     def _run_ready(self, backward: Iterable[int], block: int) -> None:
-        """Run these backward ops, and earlier ones that waited; those whose gradients are still missing wait.
+        """Run these backward ops, and ops that waited before, unless gradients that they read are still missing.
 
         Random ops keep their order: one waits while an earlier one does.
         """
@@ -265,7 +268,7 @@ class Replay:
         return any(value not in self.current for value in self.layout.graph.gradients_read[index])
 
     def discard(self, kind: str, block: int) -> None:
-        """Discard a stored item, "a" or "A" of a block (see `versions_of`); do nothing if it is not stored."""
+        """Discard the stored output ("a") or save set ("A") of a block; do nothing if it is not stored."""
         for value in self._stored.pop((kind, block), ()):
             self._covers[value] -= 1
             if not self._covers[value]:
@@ -310,7 +313,8 @@ class Replay:
         held = frozenset(values)
         for value in held:
             self._covers[value] = self._covers.get(value, 0) + 1
-        self.discard(*item)  # discards the same item as stored before; values in both stay
+        # replaces an output or save set that is stored already; values in both the old and the new one stay
+        self.discard(*item)
         self._stored[item] = held
 
     def _forget(self, values: frozenset[int]) -> None:
@@ -324,7 +328,7 @@ class Replay:
             self._run(index, block)
 
     def _makers(self, wanted: Iterable[int], block: int) -> list[int]:
-        """List the ops, in forward order, that compute the wanted values of a block and all that these ops lack."""
+        """List the ops, in forward order, that compute the wanted values of a block and all missing inputs of these."""
         graph, place = self.layout.graph, self.layout.blocks[block]
         missing: set[int] = set()
         stack = self._missing(wanted)
@@ -363,6 +367,8 @@ class Replay:
 
     def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
         """Run one op on the current versions (latest results) of its operands; its results become the current versions.
+
+        The first version of a `pinned` value, which the caller of the step keeps, stays current.
         """
         op = self.layout.graph.ops[index]
         again = index in self.ran

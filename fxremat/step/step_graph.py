@@ -45,7 +45,7 @@ class Kind(Enum):
     COLLECTIVE = "collective"  # communication that all ranks run in the same order
     GATHER = "gather"  # a collective that assembles the parts that all ranks have
     REGION = "region"  # several ops, compiled together by Inductor
-    SLICED = "sliced"  # several ops that run on one slice of their tensors after the other
+    SLICED = "sliced"  # several ops that run on slices of their tensors, one slice after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,13 @@ class Op:
     index: int
     name: str
     target: str  # name of the function that the op calls, such as "aten.addmm.default"
-    key: str  # equal for ops of equal cost; see `graphs.op_key`
+    key: str  # equal for ops that cost the same; see `graphs.op_key`
     kind: Kind
     backward: bool
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    again_reads: tuple[int, ...]  # values that a recomputation reads; it must not touch running statistics
+    # values that a recomputation reads; running statistics are left out, as it must not update them
+    again_reads: tuple[int, ...]
     again_writes: tuple[int, ...]  # values that a recomputation writes
     overwrites: int | None  # the value among `reads` whose storage the result may reuse
     # True if the op draws random numbers, so that a recomputation must restore the generator's state
