@@ -56,7 +56,7 @@ from fxremat.step.program import Program
 from fxremat.units import format_seconds
 
 log = logging.getLogger(__name__)
-TRIES = 4  # for each way to cut programs into regions (`CUTS`), at most this many programs are compiled and measured
+TRIES = 4  # for each way to form groups of ops (`CUTS`), maximum number of programs that are compiled and measured
 # search again, with measured region times, if a program takes more than this times the seconds of each op run
 # once
 WORTH_IT = 1.02
@@ -80,8 +80,7 @@ CUTS: tuple[Cut, ...] = (pointwise, lambda program, _, __: by_block(program))
 
 @dataclass(frozen=True, kw_only=True)
 class _Chosen:
-    """The chosen program as it is stored on disk for later processes: the candidate without its graph, and its units.
-    """
+    """The chosen program as stored on disk for later processes, without its graph."""
 
     candidate: Candidate
     units: Units  # compiled regions and single ops, in order; () if the program runs op by op
@@ -282,7 +281,7 @@ class _Search:
     def _in_units(
         self, candidates: Iterable[Candidate], cut: Cut
     ) -> Iterator[tuple[Candidate, Program, Units, float]]:
-        """Yield candidates with their program, their units, and an upper bound on the seconds that these units save.
+        """Yield candidates with their compiled groups of ops, and an upper bound on the seconds that these save.
 
         Each candidate comes first with only those regions compiled that gain much, then with all of them.
         Candidates that cannot become faster than the op-by-op program are left out, if that program fits.
@@ -304,9 +303,10 @@ class _Search:
                     yield candidate, program, some, saved
 
     def _gain(self, ops: Sequence[int]) -> float:
-        """Return an upper bound on the seconds saved by compiling these ops together: all but those of the slowest.
+        """Return an upper bound on the seconds saved by compiling these ops together.
 
-        Once seconds of ops inside regions are measured, the saving is computed from these, and may be negative.
+        It is the sum of their seconds without the slowest. Once seconds of ops inside compiled groups are
+        measured, the saving is computed from them, and may be negative.
         """
         joint, single = self._plan.captured, self._single
         if self._shares is not None:
@@ -321,13 +321,15 @@ class _Search:
 
     @property
     def _fits_op_by_op(self) -> bool:
-        """True if the op-by-op program fits; where some ops have to be compiled, its peak may exceed that of the plan.
+        """True if running every op by itself fits into the budget.
+
+        Ops that have to be compiled may exceed the plan's peak then.
         """
         return self.op_by_op.peak <= self._plan.budget
 
     @cached_property
     def op_by_op(self) -> Judged:
-        """The program of the op-by-op plan; if it has ops that must be compiled, each op is a unit by itself."""
+        """The program of the op-by-op plan; ops that exist only in compiled form are compiled one by one."""
         plan, program = self._plan, self._plan.chosen.program()
         if any(node.target in ALWAYS_COMPILED for node in plan.captured.nodes):
             return self._judged(plan.chosen, alone(program, range(len(program.steps))))
@@ -362,7 +364,9 @@ class _Search:
         return replace(self._plan, chosen=candidate, compiled=compiled)
 
     def _judged(self, candidate: Candidate, units: Units, fused: Program | None = None) -> Judged:
-        """Compile and measure the regions of a program that are new, and return the program with its costs and peak.
+        """Compile and measure those compiled groups of a program that are new.
+
+        Return the program with its costs and peak.
 
         Args:
             fused: the program with each unit as one op, if it was made already.
@@ -400,7 +404,7 @@ class _Search:
         return False
 
     def _with_slow_regions_apart(self, judged: Judged) -> Judged:
-        """Return the program with each region that is slower than its ops split into them, if that fits and is faster.
+        """Return the program with compiled groups that are slower than their ops split up, if that fits and is faster.
         """
         program = judged.candidate.program()
         taken = judged.seconds_of_units

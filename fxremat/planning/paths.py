@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 SHARE = 0.1  # each graph may be searched for this fraction of the seconds that the user allows
 REMEMBERED = 64  # programs are cached for this many graphs
-MOST_IN_VAIN = 5  # after this many steps whose measurements are incomplete, planning goes on with what is known
+MOST_IN_VAIN = 5  # number of steps with incomplete measurements after which planning goes on with what is known
 MARGIN = 0.01  # a measured number counts as grown if it grew by more than this fraction
 
 Numbers = dict[str, int]  # measured fields of a `Node`, by name
@@ -224,7 +224,7 @@ class PathPlans:
 
 
     def renew(self) -> None:
-        """Choose programs for all known paths anew, if something new was learned and the present choice does not fit.
+        """Choose programs for all known paths again, if something new was measured and the present choice does not fit.
 
         Raises:
             BudgetTooSmall: the path of the last step does not fit.
@@ -278,10 +278,10 @@ class PathPlans:
         return node.programs.index(chosen)
 
     def check_backward(self, nodes: Sequence[Node], gradients: Sequence[int]) -> None:
-        """Raise `BudgetTooSmall`, before backward begins, if it cannot fit.
+        """Raise `BudgetTooSmall` before the backward begins if it cannot fit.
 
-        The check adds the parameter gradients that exist by the time of each call's backward to the least that
-        it allocates.
+        The check adds, for each call, the parameter gradients that exist by then to the least bytes that its
+        backward allocates.
 
         Args:
             nodes: the calls of the step, in order.

@@ -29,7 +29,7 @@ Output = tuple[int, torch.dtype]
 
 
 class BackwardRunner(Protocol):
-    """The object that runs the backward of calls."""
+    """The object that runs the backward of graph calls."""
 
     def backward(self, call: Call, tangents: list[Any]) -> Sequence[Any]:
         """Run the backward of a call; return the gradients."""
@@ -39,8 +39,8 @@ class BackwardRunner(Protocol):
 class Moment:
     """A point in time within a step at which memory was measured.
 
-    `kind` is "forward" or "ran" (the forward of a call begins, has ended), "backward" or "returned" (its
-    backward begins, has ended), "loss" (the backward of the step begins) or "end" (it has ended).
+    `kind`: "forward": the forward of a call begins; "ran": it has ended; "backward": the backward of a call
+    begins; "returned": it has ended; "loss": the backward of the whole step begins; "end": it has ended.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Step:
     """One forward of the model and its backward."""
 
     runner: BackwardRunner
-    node: Node  # the latest call, as a node in the tree of known paths
+    node: Node  # the latest graph call, as a node in the tree of known sequences of calls
     meter: Meter
     measured: bool  # True if memory is measured at each moment, with the peaks in between
     # id of a parameter -> bytes of its gradient, for gradients that existed before the step
@@ -72,7 +72,10 @@ class Step:
 
     @property
     def gradients_behind(self) -> list[int]:
-        """For each call, the bytes of new parameter gradients that the backwards of later calls make, none twice."""
+        """For each call, the bytes of new parameter gradients that the backwards of later calls make.
+
+        A gradient counts for one call only.
+        """
         behind, seen, total = [], set[int](), 0
         for call in reversed(self.calls):
             behind.append(total)
@@ -211,13 +214,14 @@ class Call:
 
     @property
     def _read_late(self) -> list[torch.Tensor]:
-        """The saved tensors, and the inputs that the graph does not overwrite itself."""
+        """The tensors that the backward reads: the saved ones, and the inputs that the graph does not overwrite itself.
+        """
         given = (self.primals[place] for place in self.graph.unwritten)
         return [tensor for tensor in (*given, *(self.saved or ())) if isinstance(tensor, torch.Tensor)]
 
     @property
     def is_as_saved(self) -> bool:
-        """True if nobody has changed in place, since the forward, what the backward reads."""
+        """True if the tensors that the backward reads have not been changed in place since the forward."""
         return [version_of(tensor) for tensor in self._read_late] == self._versions
 
     @property

@@ -47,8 +47,8 @@ from fxremat.torch_private import (
     storage_watch,
 )
 
-SETTLED = 2  # steps are measured until this many in a row show nothing new
-MOST_IN_VAIN = 8  # measuring is given up after this many steps in a row whose backward cannot be measured
+SETTLED = 2  # number of consecutive steps with nothing new measured, after which steps are no longer measured
+MOST_IN_VAIN = 8  # number of consecutive steps that could not be measured after which measuring is given up
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: an input or an "
     "output of a graph that fxremat runs, whose backward needs it as it was"
@@ -99,7 +99,7 @@ class Coordinator:
 
     @property
     def has_graphs(self) -> bool:
-        """True if some step has called a graph."""
+        """True if a step has called a captured graph."""
         return bool(self.plans.root.children)
 
     @contextlib.contextmanager
@@ -129,7 +129,7 @@ class Coordinator:
             self._end()
 
     def ignore_step(self) -> None:
-        """Do not use the measurements of the current step, which runs ops that no plan contains."""
+        """Do not use measurements of the current step, since it runs ops that no plan contains."""
         if self._step is not None and self._step.measured:
             self._step.measured = False
             self._in_vain += 1
@@ -181,7 +181,7 @@ class Coordinator:
 
 
     def forward(self, graph: CalledGraph, dims: Dims, primals: list[Any]) -> tuple[list[Any], torch.Tensor]:
-        """Run the forward of a call; return its outputs and its token.
+        """Run the forward of a graph call; return its outputs and the token that stands for its saved tensors.
 
         Raises:
             BudgetTooSmall: it does not fit into the budget, even if all calls drop their saved tensors.
@@ -210,7 +210,7 @@ class Coordinator:
         return outputs, token
 
     def _make_room(self, step: Step, known: int, need: int, node: Node, keep: Call | None = None) -> None:
-        """Make calls drop their saved tensors until `need` more bytes fit; the call `keep` is excepted.
+        """Make graph calls free their saved tensors until `need` more bytes fit; only the call `keep` keeps them.
 
         Args:
             known: bytes that belong to no call now, as measured in earlier steps.
@@ -319,7 +319,7 @@ class Coordinator:
         step.over = True
 
     def _end(self) -> None:
-        """End the last step: store what was measured in the tree of known call sequences."""
+        """End the last step: add its measurements to the tree of known sequences of calls."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -370,6 +370,7 @@ def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:
             if moment.kind == "ran":
                 here["after"] = most - moment.saved
                 continue
-            before, total = spared[moment.node]  # the peak comes before autograd has added up the gradients
+            # the peak occurs before autograd has added new gradients to existing ones
+            before, total = spared[moment.node]
             here["behind"] = max(most + before, following.border.level + total) - moment.saved
     return numbers, exact

@@ -114,13 +114,15 @@ class _Training:
     backend: Backend
     step: Callable[..., Any]  # the captured and planned form of `plain`
     shared: Shared | None  # the parameters, if they are sharded or replicated over ranks
-    # for sharded or replicated parameters, a step for each way to reduce gradients
+    # way to reduce gradients of sharded or replicated parameters -> the step that does it
     shared_steps: Mapping[Reduction, Callable[..., Any]]
-    # returns a new `step`; with True, one that captures each combination of sizes separately
+    # returns a new `step`; if its argument is True, one that captures each combination of input sizes
+    # separately
     step_anew: Callable[[bool], Callable[..., Any]]
     calls: int = 0  # number of calls of the compiled module's own forward
-    warned: bool = False  # True once a warning said that the budget does not hold
-    keeps_masks: bool = False  # True if full padding masks stay in the graph, since the model computes some itself
+    warned: bool = False  # True once a warning said that steps exceed the budget
+    # True if padding masks without masked positions stay in the graph, since the model computes masks itself
+    keeps_masks: bool = False
     hooks_off: bool = False  # True if forward hooks that only call requires_grad_ are removed during capture
     replaced: tuple[Any, Any] = (None, None)  # (a `forward` that was set on the instance later, its wrapper)
     # module whose forward was replaced -> its planned child
@@ -131,7 +133,8 @@ class _Training:
     may_try: bool = False
     # True if the forward was replaced and cannot be captured, so that a child is planned instead
     by_child: bool = False
-    watched: list[Any] = field(default_factory=list)  # hooks of parameters, until a training call is planned
+    # handles of hooks on parameters, which are removed when a training call is planned
+    watched: list[Any] = field(default_factory=list)
     written: set[str] | None = None  # buffers that steps of several graphs write to; None: not known yet
 
     @property
@@ -275,7 +278,9 @@ class Inside:
 
 
 class Rematerialized(_Base):
-    """The first base class of every compiled module, before the model's class: it adds `.plan` and `.fxremat`.
+    """The first base class of every compiled module, before the model's class.
+
+    It adds the attributes `.plan` and `.fxremat`.
 
     `.plan` is the latest plan, and `.fxremat` is an `Inside`. A model that has attributes of these names keeps
     them.
@@ -487,7 +492,7 @@ def _no_sync(self: Any) -> Iterator[None]:
 
 
 def _set_requires_gradient_sync(self: Any, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-    """Set whether the next backwards reduce their gradients, as FSDP2's method of this name does."""
+    """Set whether the next backwards reduce gradients over ranks, as FSDP2's method of the same name does."""
     shared = _training_of(self).shared
     if shared is not None:
         shared.sync = requires_gradient_sync
@@ -558,7 +563,7 @@ def _running(training: _Training, own: Callable[..., Any]) -> Callable[..., Any]
 def _run_replaced(
     training: _Training, parent: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a replaced forward unplanned; what it calls is planned: the earlier forward, or `parent`'s largest child.
+    """Run a replaced forward unplanned; the original forward or `parent`'s largest child, if it calls one, is planned.
 
     Warns, once, if it calls neither.
     """

@@ -43,7 +43,8 @@ def _contiguous(place: int) -> Rule:
 
 
 def _suggested(place: int) -> Rule:
-    """Return the rule for an op whose result is channels_last if the argument at `place` is, and else contiguous."""
+    """Return the rule for an op whose result is channels_last if the argument with index `place` is, else contiguous.
+    """
 
     def rule(*args: Any, **_: Any) -> Sequence[Any]:
         shape, tensor = args[place].shape, args[place]
@@ -81,8 +82,7 @@ EVERYWHERE: Mapping[Any, Rule] = {
     aten.huber_loss_backward.default: _contiguous(1),
     aten._log_softmax_backward_data.default: _contiguous(0),
 }
-"""Rules that hold on every device, since all use these parts of ATen (TensorIterator, `Loss.cpp`, structured kernels).
-"""
+"""Op -> rule for its strides on every device: all devices use these parts of ATen (TensorIterator, `Loss.cpp`, ...)."""
 
 CPU: Mapping[Any, Rule] = {
     aten.native_dropout_backward.default: ITERATED,
@@ -96,7 +96,8 @@ CPU_BATCH_NORM: Mapping[Any, Rule] = {
     aten._native_batch_norm_legit.no_stats: _suggested(0),
     aten.native_batch_norm_backward.default: _suggested(1),
 }
-"""Rules for CPU kernels of BatchNorm; not used if Inductor compiles ops, as it chooses layouts itself."""
+"""Op -> rule for its strides in CPU kernels of BatchNorm; not used if Inductor compiles ops, since it chooses layouts.
+"""
 
 
 _known: dict[tuple[bool, bool], dict[Any, Any]] = {}  # (cpu, compiled) -> fake results, cached for later captures

@@ -71,7 +71,7 @@ class Region:
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a tensor is cut: `dims` dimensions from `dim` on form the axis, and each row has `each` elements of them."""
+    """How a tensor is cut into rows: along `dims` dimensions from `dim` on, with `each` elements of them in a row."""
 
     dim: int
     dims: int
@@ -111,7 +111,7 @@ class _Output:
 
 
 class Sliced:
-    """A function that runs a region in slices on its inputs, and returns its outputs as a tuple.
+    """A function that runs a group of ops (region) in slices on its inputs, and returns its outputs as a tuple.
 
     Its text depends on the code of a slice, the number of rows and the number of slices, so that equal regions
     have equal texts, and different regions different ones.
@@ -303,7 +303,7 @@ class _Body:
         return cut.slice(cut.prepared(value), 0, rows)
 
     def _given(self, graph: fx.Graph, node: fx.Node, number: int, rows: int, first: bool) -> fx.Node | None:
-        """Return the placeholder that an output is written into or added to; None if there is none."""
+        """Return the placeholder of the buffer that an output is written into or added to; None if there is none."""
         part, value = self._labels[node], node.meta["val"]
         if isinstance(part, int):
             return self._placeholder(graph, f"out_{number}", self._cut_fake(node, rows))

@@ -13,7 +13,7 @@ from fxremat.slices.rules import FILLS, VIEWS, name_of, shape_of
 
 aten = torch.ops.aten
 
-SIZES: dict[str, str] = {  # op -> its argument that states the size of the tensor that is cut
+SIZES: dict[str, str] = {  # op -> name of the argument that states the size of the tensor that is cut
     **dict.fromkeys((*FILLS, "expand"), "size"),
     **dict.fromkeys(("slice_backward", "select_backward"), "input_sizes"),
     "upsample_nearest2d_backward": "input_size",
@@ -22,11 +22,12 @@ SIZES: dict[str, str] = {  # op -> its argument that states the size of the tens
     "upsample_nearest1d_backward": "input_size",
     "_upsample_nearest_exact2d_backward": "input_size",
 }
-CONTIGUOUS = {  # op -> arguments that its kernel reads as contiguous, whatever strides they have (torch 2.13)
+CONTIGUOUS = {  # op -> arguments that its kernel reads as if they were contiguous (torch 2.13)
     "native_layer_norm_backward": ("mean", "rstd"),
     "_fused_rms_norm_backward": ("rstd",),
 }
-COUNTS = {"native_group_norm": "N", "native_group_norm_backward": "N"}  # op -> its argument that states the batch size
+# op -> name of the argument that states the batch size
+COUNTS = {"native_group_norm": "N", "native_group_norm_backward": "N"}
 
 
 def emitted(

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 FILLED: dict[Any, tuple[int, ...]] = {
     aten.new_zeros.default: (0,),
     aten.new_ones.default: (1,),
-    aten.new_full.default: (),  # the fill value is an argument of the op
+    aten.new_full.default: (),  # adds no argument: the fill value is one of the op's own
 }
 IGNORED = -100
 MEAN, ADDED = 1, 2  # aten's numbers for the reductions "mean" and "sum" of a loss
@@ -50,7 +50,7 @@ def make_explicit(graph: fx.Graph) -> None:
 
 
 class _Before:
-    """A function that inserts calls, with their fake values, before a node which they will replace."""
+    """Inserts calls, with their fake values, before a node that they will replace."""
 
     def __init__(self, node: fx.Node, mode: Any) -> None:
         self.node, self.mode = node, mode
@@ -89,9 +89,11 @@ def _loss_by_rows(node: fx.Node) -> None:
 def _added_as_whole(
     write: _Before, op: Any, losses: fx.Node, target: fx.Node, _: None, reduction: int, ignored: int
 ) -> tuple[fx.Node, fx.Node]:
-    """Add up the losses of rows by the loss op itself, as losses of one class; return (loss, total weight).
+    """Sum up the losses of rows by the loss op itself, treating them as losses of one class.
 
-    So the sum and the division are those of the original op, bit for bit.
+    Return (loss, total weight).
+
+    Sum and division are therefore those of the original op, bit for bit.
     """
     value = _shown(target)
     seen = write(aten.ne.Scalar, target, ignored)
@@ -110,7 +112,7 @@ def _added_as_whole(
 def _added_by_weight(
     write: _Before, _: Any, losses: fx.Node, target: fx.Node, weight: fx.Node, reduction: int, ignored: int
 ) -> tuple[fx.Node, fx.Node]:
-    """Return (sum or weighted mean of the losses of rows, total weight of the targets), accumulated in float64."""
+    """Return (sum or weighted mean of the losses of rows, total weight of the targets), computed in float64."""
     dtype = _shown(losses).dtype
     total = _weight_of(write, target, weight, ignored)
     result = write(aten.sum.default, losses, dtype=torch.float64)
@@ -185,7 +187,7 @@ def _mask_by_itself(node: fx.Node) -> None:
         return
     with value.fake_mode:  # type: ignore[attr-defined]
         in_order = torch.empty_like(value).is_contiguous()
-    if not in_order:  # dropout draws in memory order, bernoulli in the order of its own result
+    if not in_order:  # native_dropout draws in memory order, bernoulli in the order of its result's dimensions
         return
     write = _Before(node, value.fake_mode)  # type: ignore[attr-defined]
     empty = write(aten.empty.memory_format, list(value.shape), dtype=torch.bool, device=value.device)

@@ -1,4 +1,4 @@
-"""Labels that say which part of each tensor a slice of a region has.
+"""Labels that tell how each tensor is cut into slices.
 
 A region (a group of ops) runs in slices of one axis of `count` rows. In each tensor that is cut, the axis is a
 group of neighbouring dimensions, flattened: `count` rows of some elements each, after dimensions whose product
@@ -29,12 +29,12 @@ class Mark(Enum):
 
 
 WHOLE, SUM = Mark.WHOLE, Mark.SUM
-Part = int | Mark  # `outer` of a tensor that is cut (see above), or a mark for one that is not
+Part = int | Mark  # product of the dimensions before the cut ones, or a mark for a tensor that is not cut
 
 
 @dataclass(frozen=True)
 class Place:
-    """The dimensions of a tensor that form the cut axis: `dims` of them from `dim` on, with `each` elements in a row.
+    """The dimensions along which a tensor is cut: `dims` of them from `dim` on, with `each` elements of them in a row.
     """
 
     dim: int
@@ -52,9 +52,9 @@ class Place:
 
 
 def place(shape: Sequence[int], outer: Part, count: int) -> Place | None:
-    """Return the fewest dimensions of a shape that form an axis of `count` rows after `outer` elements.
+    """Return the fewest dimensions of a shape that can be cut into `count` rows, preceded by `outer` elements.
 
-    None if no dimensions do, or if `outer` is a mark, which means that the tensor is not cut.
+    None if no dimensions can, or if `outer` is a mark, which means that the tensor is not cut.
     """
     if isinstance(outer, Mark):
         return None
@@ -73,7 +73,10 @@ def place(shape: Sequence[int], outer: Part, count: int) -> Place | None:
 
 
 def axes(shape: Sequence[int], count: int) -> Iterator[tuple[int, Place]]:
-    """Yield each way to cut a tensor of this shape into `count` rows: (product of the dimensions before, axis)."""
+    """Yield each way to cut a tensor of this shape into `count` rows.
+
+    A way is (product of the dimensions before the cut ones, the cut dimensions).
+    """
     for outer in dict.fromkeys(math.prod(shape[:dim]) for dim in range(len(shape))):
         found = place(shape, outer, count)
         if found is not None:
@@ -81,5 +84,5 @@ def axes(shape: Sequence[int], count: int) -> Iterator[tuple[int, Place]]:
 
 
 def slice_shape(shape: Sequence[int], at: Place, rows: int) -> list[int]:
-    """Return the shape of a slice of `rows` rows of a tensor with this shape, whose axis is `at`."""
+    """Return the shape of a slice of `rows` rows of a tensor with this shape, which is cut along `at`."""
     return [*shape[: at.dim], *[1] * (at.dims - 1), rows * at.each, *shape[at.end :]]

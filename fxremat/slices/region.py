@@ -27,17 +27,18 @@ from fxremat.slices.labels import SUM, WHOLE, Part, axes
 from fxremat.slices.rules import Way, name_of, shape_of, tensor_inputs, ways, why_not
 from fxremat.slices.values import Values
 
-MOST_BETWEEN = 60  # number of ops between a region's forward and its backward that may be added to it
-LARGE = (0.25, 0.125, 0.5)  # values count as large from these fractions of the seed's bytes; tried in this order
+MOST_BETWEEN = 60  # maximum number of ops between a region's forward and its backward that are added to it
+# values count as large from these fractions of the largest value's bytes on; tried in this order
+LARGE = (0.25, 0.125, 0.5)
 
 Label = Part | tuple[Part, ...]
 
 
 class Blocked(Exception):
-    """Raised if no region can be cut along an axis; the message says which op prevents it.
+    """Raised if no group of ops can run in slices; the message names the op that prevents it.
 
     Attributes:
-        reached: number of ops in the region by then, which tells how close it came.
+        reached: number of ops that were in the group by then.
     """
 
     reached = 0
@@ -47,16 +48,17 @@ class Blocked(Exception):
 class Found:
     """A region: a group of ops that can run together in slices."""
 
-    count: int  # number of rows along the axis
+    count: int  # number of rows into which tensors are cut
     outer: int  # product of the dimensions of `seed`, the largest value, before the axis
     ops: tuple[fx.Node, ...]
     labels: dict[fx.Node, Label]
-    large: frozenset[fx.Node]  # values of which only one slice exists at a time
+    large: frozenset[fx.Node]  # values of which only one slice is allocated at a time
     seed: fx.Node
 
     @property
     def axis(self) -> tuple[int, int]:
-        """The axis as (`outer`, `count`), which distinguishes the regions around one op."""
+        """(elements before the cut dimensions, rows): equal if two regions around one op are cut along the same axis.
+        """
         return self.outer, self.count
 
 
@@ -129,7 +131,7 @@ class _Growing:
         self._take_all_or_none()
         large = self.large
         self._check_sums(large)
-        for node in values.nodes:  # labels views between ops of the region
+        for node in values.nodes:  # sets the labels of views between ops of the region
             if values.is_view(node):
                 self._try_view(node)
         self._check_views()
@@ -193,7 +195,7 @@ class _Growing:
     def _reached(
         self, nodes: Iterable[fx.Node], late: bool, following: Callable[[fx.Node], Iterable[fx.Node]]
     ) -> set[fx.Node]:
-        """Return the nodes that are reached from the region's ops of the backward, if `late`, or of the forward.
+        """Return the nodes reached from the region's forward ops or, if `late`, from its backward ops.
 
         Args:
             nodes: all nodes, in the order in which to visit them.
@@ -214,7 +216,9 @@ class _Growing:
         )
 
     def _join(self, op: fx.Node) -> list[fx.Node]:
-        """Add an op, cut in the first way that agrees with known labels; return values that count as large as a result.
+        """Add an op to the region, cut in the first way that agrees with known labels.
+
+        Return values that then count as large.
 
         Raises `Blocked` if no way agrees.
         """
@@ -285,7 +289,7 @@ class _Growing:
         if isinstance(above, tuple):
             self.labels[node] = above[_position(node, parent)]
         elif above is WHOLE or above is SUM:
-            if name_of(node) != "expand":  # an expanded view of an uncut tensor may be cut
+            if name_of(node) != "expand":  # an uncut tensor may be expanded along the cut dimension
                 self.labels[node] = WHOLE
         else:
             found = [way.writes for way in ways(node, self.count) if way.reads.get(parent) == above]
@@ -324,7 +328,10 @@ class _Growing:
 
 
 def _fits(old: Label | None, new: Part) -> bool:
-    """Tell whether two labels of a node agree; SUM and WHOLE do, since a finished sum is an uncut tensor."""
+    """Tell whether two labels agree on how a node is cut.
+
+    A sum over slices (SUM) may be read as an uncut tensor (WHOLE) once it is complete.
+    """
     if old is None or old == new:
         return True
     return (old is SUM and new is WHOLE) or (old is WHOLE and new is SUM)

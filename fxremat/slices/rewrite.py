@@ -32,13 +32,13 @@ from fxremat.slices.write import Writer, show, show_again, sort_again
 
 aten = torch.ops.aten
 
-LEAST_ROWS = 32  # least number of rows of a slice, if the axis has more than MANY rows
-MANY = 256  # number of rows along the axis
+LEAST_ROWS = 32  # minimum number of rows of a slice, if tensors are cut into more than MANY rows
+MANY = 256  # number of rows into which tensors are cut
 MOST_REGIONS = 200
 TRIED = 6  # the search ends after this many ops for which no region was found
 TOLD = 0.5  # reasons are reported only for ops that need at least this fraction of the largest op's bytes
 MOST_REASONS = 3  # number of reasons that are reported
-MANY_OUTPUTS = 16  # an output is returned in any case if it is smaller than the largest op's need by this factor
+MANY_OUTPUTS = 16  # outputs smaller than the bytes of the largest op by this factor are never replaced by NaN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ def _beside_loss(joint: Captured) -> list[fx.Node]:
 class _Slicer:
     def __init__(self, joint: Captured, slicing: Slicing) -> None:
         self.given, self.slicing = joint, slicing
-        self.graph = _copy(joint.module.graph)  # the graph that is being rewritten
+        self.graph = _copy(joint.module.graph)  # the graph being rewritten; a copy of the original
         self.outputs = len(joint.forward_outputs)
         self.regions: list[SlicedRegion] = []
         self.blocked: dict[str, str] = {}  # op -> reason why it cannot run in slices; "" if it is not worth reporting
@@ -221,7 +221,7 @@ class _Slicer:
         return max(values.need(op) for op in found.ops)
 
     def _parts(self, values: Values, found: Found) -> int:
-        """Return the smallest number of slices, a power of two, with which no op of the region exceeds the target."""
+        """Return the smallest power of two as number of slices with which no op of the region exceeds the target."""
         least = LEAST_ROWS if found.count > MANY else 1
         most = min(self.slicing.most, found.count // least)
         need, parts = self._need(values, found), 2
@@ -268,7 +268,7 @@ def _is_left_out(values: Values, node: fx.Node, need: int) -> bool:
 
 
 def _where(found: Found) -> str:
-    """Return the first module of a region's ops; else the source line of its largest value, or that value's name."""
+    """Return the first module of a region's ops, or the source line or name of its largest value."""
     names = (module_of(op) for op in found.ops)
     frame = frame_of(found.seed)
     line = frame.place if frame else found.seed.name

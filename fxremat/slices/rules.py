@@ -64,7 +64,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def ways(node: fx.Node, count: int) -> list[Way]:
-    """Return the ways to run an op in slices of an axis of `count` rows; [] for an op without a rule."""
+    """Return the ways to run an op in slices of tensors with `count` rows; [] for an op without a rule."""
     rule = _rule(node)
     if rule is None or is_random(node):
         return []
@@ -118,7 +118,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def outputs_of(node: fx.Node) -> list[torch.Tensor | None]:
-    """Return the outputs of a node by position, with None for those that are not tensors, or not computed."""
+    """Return the outputs of a node by index, with None for outputs that are not tensors or not computed."""
     return tensors_of(node)
 
 
@@ -145,7 +145,10 @@ def _whole(node: fx.Node, **_: Any) -> dict[fx.Node, Part]:
 
 
 def _way(node: fx.Node, cut: Iterable[tuple[Any, Part]], *writes: Part) -> Way | None:
-    """Return the way that cuts some inputs as given, and no others; None if an input would be cut in two ways."""
+    """Return the way in which only the inputs in `cut` are cut, as stated there.
+
+    None if that cuts an input in two ways.
+    """
     reads: dict[fx.Node, Part] = {}
     for parent, part in cut:
         if isinstance(parent, fx.Node) and reads.setdefault(parent, part) != part:
@@ -158,7 +161,10 @@ def _only(*found: Way | None) -> Iterator[Way]:
 
 
 def _at(shape: Sequence[int], dim: int, count: int) -> tuple[int, int] | None:
-    """Return (`outer`, elements in a row) for cutting one dimension into `count` rows; None if that is impossible."""
+    """Return (elements before the dimension, elements per row) if a dimension is cut into `count` rows.
+
+    None if impossible.
+    """
     outer = math.prod(shape[:dim])
     found = place(shape, outer, count)
     if found is None or found.dim != dim or found.dims != 1:
@@ -207,7 +213,9 @@ def _cut(
 
 
 def _aligned(shape: Sequence[int], whole: Sequence[int], at: Place, count: int) -> Part | None:
-    """Return how an operand is cut that is broadcast to the shape `whole`, with its axis at `at`; None if it cannot be.
+    """Return how an operand is cut that is broadcast to the shape `whole`, which is cut along `at`.
+
+    None if it cannot be.
     """
     offset = len(whole) - len(shape)
     dims = [shape[d - offset] if d >= offset else 1 for d in range(at.dim, at.end)]
@@ -278,7 +286,10 @@ FILLS = ("full", "zeros", "ones", "empty")
 
 @_rules(*FILLS)
 def _fill(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways to slice constant tensors (`explicit` rewrites fills that read a tensor's dtype and device)."""
+    """Yield ways to slice constant tensors.
+
+    Fills that take dtype and device from a tensor are rewritten before (`explicit`).
+    """
     for outer, _ in axes(shape_of(node), count):
         yield Way(_whole(node), (outer,))
 
@@ -299,7 +310,7 @@ def _addmm(node: fx.Node, count: int) -> Iterator[Way]:
     bias, a, b = (cast(fx.Node, argument) for argument in node.args[:3])
     out, shape = node.meta["val"], shape_of(bias)
     for dim, operand, other in ((0, a, b), (1, b, a)):
-        at = len(shape) - 2 + dim  # the bias has no such dimension, or size 1, if it is broadcast
+        at = len(shape) - 2 + dim  # a bias that is broadcast has no such dimension, or size 1
         cut = (bias, at if at >= 0 and shape[at] != 1 else None)
         yield from _only(_cut(node, [cut, (operand, dim), (other, None)], [(out, dim)], count))
 
@@ -327,7 +338,7 @@ def _baddbmm(node: fx.Node, count: int) -> Iterator[Way]:
 
 
 def _along(node: fx.Node, count: int, dims: Iterable[int], operands: Sequence[fx.Node]) -> Iterator[Way]:
-    """Yield ways to slice ops that keep shapes and mix elements only along `dims`, which are not cut."""
+    """Yield ways to slice ops that keep shapes and combine elements only along `dims`, which are not cut."""
     shape = shape_of(operands[0])
     mixed = {dim % len(shape) for dim in dims} if shape else set()
     for outer, at in axes(shape, count):
@@ -377,7 +388,7 @@ def _layer_norm_backward(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules("nll_loss_forward", "nll_loss2d_forward")
 def _nll_loss(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways to slice the losses of each row (`explicit` rewrites their sums and means)."""
+    """Yield ways to slice the losses of single rows; their sums and means are rewritten before (`explicit`)."""
     x, target = (cast(fx.Node, argument) for argument in node.args[:2])
     if argument(node, "reduction") == 0 and len(shape_of(x)) > 1:
         yield from _only(_cut(node, [(x, 0), (target, 0)], [(outputs_of(node)[0], 0), WHOLE], count))
@@ -397,14 +408,14 @@ LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "s
 
 @_rules(*LOSSES)
 def _loss(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways to slice elementwise losses (`explicit` rewrites their sums and means)."""
+    """Yield ways to slice elementwise losses; their sums and means are rewritten before (`explicit`)."""
     if argument(node, "reduction") == 0:
         yield from _pointwise(node, count)
 
 
 @_rules(*(f"{name}_backward" for name in LOSSES))
 def _loss_backward(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways to slice gradients of elementwise losses, or of their sum (`explicit` rewrites those of means)."""
+    """Yield ways to slice gradients of elementwise losses, or of their sum; those of means are rewritten before."""
     if argument(node, "reduction") != 1:
         yield from _pointwise(node, count)
 
@@ -429,7 +440,7 @@ def _sum(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules("amax", "amin", "logsumexp", "mean", "var", "std", "var_mean", "any", "all", "argmax", "argmin", "prod")
 def _reduction(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways to slice a reduction along an axis that is not reduced."""
+    """Yield ways to slice a reduction along a dimension that is not reduced."""
     x = tensor_inputs(node)[0]
     shape = shape_of(x)
     dims = _reduced(node, shape)
@@ -453,7 +464,7 @@ def _extremum(node: fx.Node, count: int) -> Iterator[Way]:
 
 
 def _kept(shape: Sequence[int], outer: int, at: Place, count: int) -> bool:
-    """Tell whether a shape has the same axis, possibly at another dimension."""
+    """Tell whether a tensor of this shape can be cut into the same rows, possibly along another dimension."""
     found = place(shape, outer, count)
     return found is not None and (found.dims, found.each) == (at.dims, at.each)
 
@@ -482,7 +493,7 @@ def _index_select(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules("select", "slice", "slice_backward", "select_backward", "split", "split_with_sizes", "unbind", "cat", "stack")
 def _take(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways to slice ops that split or join tensors along other dimensions than the axis."""
+    """Yield ways to slice ops that split or join tensors along other dimensions than the cut one."""
     dim = argument(node, "dim")
     yield from _beside(node, count, [0 if dim is None else dim], tensor_inputs(node))
 
@@ -501,7 +512,7 @@ def _pad(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules("index")
 def _index(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways to slice `index` with indices of adjacent dimensions after the axis."""
+    """Yield ways to slice `index` if the indexed dimensions are adjacent, and come after the cut one."""
     x, indices = cast(fx.Node, node.args[0]), cast(Sequence[Any], node.args[1])
     taken = [dim for dim, index in enumerate(indices) if index is not None]
     if not taken or taken != list(range(taken[0], taken[-1] + 1)):
@@ -514,9 +525,9 @@ def _index(node: fx.Node, count: int) -> Iterator[Way]:
 
 
 def _beside(node: fx.Node, count: int, dims: Iterable[int], operands: Sequence[fx.Node]) -> Iterator[Way]:
-    """Yield ways to slice ops that change some dimensions, along an axis of other dimensions that all tensors have.
+    """Yield ways to slice ops that change some dimensions, along other dimensions that all tensors have.
 
-    The axis is located from the first dimension if it precedes the changed dimensions, else from the last.
+    The cut dimension is counted from the first if it precedes the changed ones, else from the last.
     """
     outputs = [t for t in outputs_of(node) if t is not None]
     shape = list(shape_of(operands[0]))

@@ -36,7 +36,7 @@ class Values:
 
     @cached_property
     def ops(self) -> list[fx.Node]:
-        """The ops that do not run in slices yet."""
+        """The ops of the graph that do not run in slices yet."""
         return [node for node in self.joint.nodes if not isinstance(node.target, Sliced)]
 
     def base(self, node: fx.Node) -> fx.Node:
@@ -54,7 +54,7 @@ class Values:
         return storage_bytes(shown) if isinstance(shown, torch.Tensor) else 0
 
     def producer(self, value: fx.Node) -> fx.Node:
-        """Return the op that makes a value."""
+        """Return the op that computes a value."""
         if value.target is operator.getitem:
             assert isinstance(value.args[0], fx.Node)
             return value.args[0]
@@ -87,6 +87,7 @@ class Values:
         return [user for user in dict.fromkeys(every) if user in self.op_of or user.op == "output"]
 
     def need(self, op: fx.Node) -> int:
-        """Return the bytes that an op reads and writes, without parameters and inputs, which bound any plan's peak."""
+        """Return the bytes that an op reads and writes, without parameters and inputs; every plan needs at least these.
+        """
         values = {*self.read_by(op), *self.made_by(op)}
         return sum(self.bytes(value) for value in values if value.op == "call_function")

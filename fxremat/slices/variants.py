@@ -22,7 +22,7 @@ MORE = 4  # the number of slices is multiplied by this if it was too small
 def variants(
     joint: Captured, mem: int, *, most: int, reduce: str | None, only_loss: bool = False
 ) -> Iterator[SlicedJoint]:
-    """Yield joint graphs with regions in slices, each different from those before; none if no op can run in slices.
+    """Yield joint graphs with regions in slices, all different; none if no op can run in slices.
 
     Args:
         mem: the budget in bytes.
@@ -53,5 +53,5 @@ def least_of_all(joint: Captured, *, most: int, reduce: str | None, only_loss: b
 
 
 def _finest(joint: Captured) -> int:
-    """Return the bytes below which making an op smaller by slices is not worthwhile."""
+    """Return a size in bytes below which ops need not be sliced further."""
     return max(1, int(LITTLE * sum(joint.values[value].bytes for value in joint.returned)))

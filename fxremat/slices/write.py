@@ -38,8 +38,8 @@ class Writer:
         self.graph, self.values, self.found, self.parts, self.wide = graph, values, found, parts, wide
         self.forward = [op for op in found.ops if op not in values.late]
         self.backward = [op for op in found.ops if op in values.late]
-        self.sums: list[fx.Node] = []  # results that are sums over the slices
-        self.summed: list[str] = []  # the modules, or names, of sums that have more than one number
+        self.sums: list[fx.Node] = []  # results of the region that are sums over the slices
+        self.summed: list[str] = []  # the modules (or names) of those sums over slices that have more than one number
         self.summed_in: set[str] = set()  # the dtypes in which gradients are summed over slices
 
     def made_again(self) -> list[fx.Node]:
@@ -107,7 +107,7 @@ class Writer:
         if any(t is not None and t.dtype == torch.float16 for v in made if v in values.late for t in tensors_of(v)):
             return None
         if any(values.base(a) in made for node in self._read_late for a in node.all_input_nodes):
-            return None  # an input of the region depends on a result of the region
+            return None  # no slicing is possible: an input of the region depends on a result of the region
         leaves = {node for node in self._read_late if node.op == "placeholder"}
         roots = {values.joint.shown[value] for value in values.joint.root_tangents}
         large = any(values.base(node) is node and self._is_large(node) for node in self._read_late)
@@ -194,7 +194,9 @@ class Writer:
         place: fx.Node,
         early: dict[fx.Node, fx.Node] | None = None,
     ) -> tuple[fx.Node, list[fx.Node], list[fx.Node]]:
-        """Insert an op before `place` that runs these ops in slices; return its node, the outputs and their new nodes.
+        """Insert an op before `place` that runs the ops `run` in slices.
+
+        Return the inserted node, the outputs, and the nodes that replace them.
 
         Args:
             early: backward node -> copy of it in the forward, which is read instead.
@@ -218,7 +220,7 @@ class Writer:
         )
         try:
             target = Sliced(region)
-        except Exception as error:  # whatever the reason why an op cannot run on a slice, the region stays uncut
+        except Exception as error:  # the region stays uncut, whatever the reason why an op cannot run on a slice
             log.debug("%s cannot be cut: %s: %s", place.name, type(error).__name__, error)
             said = (str(error) or type(error).__name__).splitlines()[0]
             raise Blocked(f"{place.name} cannot be cut: {said}") from None
@@ -243,7 +245,10 @@ class Writer:
         self.summed_in |= {str(dtype).removeprefix("torch.") for dtype in types}
 
     def _body(self, run: Set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Return the values that these ops read from outside, and the ops with the views between them, in order."""
+        """Return the values that the ops in `run` read from outside, and these ops in order.
+
+        The views between the ops are included.
+        """
         values = self.values
         inputs: dict[fx.Node, None] = {}
         steps: dict[fx.Node, None] = {}
@@ -334,5 +339,5 @@ def sort_again(graph: fx.Graph) -> None:
 
 
 def _name_of_sum(values: Values, node: fx.Node) -> str:
-    """Return the module whose gradient the sum is, or the sum's name."""
+    """Return the module of the parameter whose gradient the sum is, or the sum's name."""
     return module_of(values.producer(node)) or node.name
