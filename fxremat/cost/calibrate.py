@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 ROOM = 1.05
 RUNS = 3  # a step is run this many times, and the fastest run counts
 TURNS = 6  # largest number of runs of each program in a comparison
-CLOSE = 1.1  # in a comparison of long steps, a program slower than this times the fastest is not run again
+CLOSE = 1.1  # in a comparison of long steps, a program that is slower than the fastest by this factor is not run again
 FEWEST = 3  # smallest number of runs of each program in a comparison
 LONG = 1.0  # seconds of runs of a program after which two runs, or `FEWEST` in a comparison, are enough
 

@@ -57,7 +57,8 @@ CPU_ATTENTION = {  # CPU attention kernel -> the kernel for which torch has a fo
 }
 FLASH_BACKWARD = (  # backward ops that allocate the workspace of flash attention
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
-    torch.ops.aten._scaled_dot_product_cudnn_attention_backward,  # undocumented, assumed to be the same
+    # not documented; its workspace is assumed to be that of flash attention
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
 )
 ATTENTION = {  # names of CUDA's attention kernels
     torch.ops.aten._scaled_dot_product_cudnn_attention: "cuDNN's attention",
@@ -147,15 +148,17 @@ def _workspace(node: fx.Node, device: Device, read: int, written: int) -> int:
         return MATRIX_EXP * read + SMALL
     if name.startswith(COPYING):
         return read + written + SMALL
-    if name.startswith("_embedding_bag") and "backward" in name:  # the op gathers the bags that are not empty
+    # workspace: copies of the bags that are not empty, assumed to be all
+    if name.startswith("_embedding_bag") and "backward" in name:
         return 3 * _bytes(cast(fx.Node, node.args[0])) + read + SMALL
     if device.cuda:
         return _flash_workspace(node) if _packet(node) in FLASH_BACKWARD else 0
-    if name == "batch_statistics" and node.args[5]:  # the output of the BatchNorm, running statistics, scale and shift
+    # workspace: the output of the BatchNorm, running statistics, scale and shift
+    if name == "batch_statistics" and node.args[5]:
         return _bytes(cast(fx.Node, node.args[0])) + 6 * _channel_bytes(node)
-    if name == "batch_normalized":  # four vectors: the factor, a variance of one, scale and shift
+    if name == "batch_normalized":  # workspace: four vectors (the factor, a variance of one, scale and shift)
         return 4 * _channel_bytes(cast(fx.Node, node.args[3]))
-    if name in ("native_dropout", "native_dropout_backward"):  # a copy of the mask as floats
+    if name in ("native_dropout", "native_dropout_backward"):  # workspace: a copy of the mask as floats
         return _bytes(cast(fx.Node, node.args[0])) + WRAPPED
     if name not in ("convolution", "convolution_backward"):
         return WRAPPED

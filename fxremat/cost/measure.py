@@ -311,7 +311,7 @@ def _walked(visitor: _Visitor, *, alone: bool) -> bool:
         visitor.walk.run(visitor)
     except FxrematError:
         raise
-    except Exception as error:  # measuring the op alone, or training, reports the error better
+    except Exception as error:  # the error is reported better when the op is measured alone, or in training
         log.debug("measuring walk ended early: %s: %s", type(error).__name__, error)
         if not alone:
             raise
@@ -320,7 +320,7 @@ def _walked(visitor: _Visitor, *, alone: bool) -> bool:
 
 
 class _Visitor:
-    """The function that a walk calls for each op: it runs the op, measures it if wanted, and compares layouts."""
+    """Called for each op while a step runs op by op: it runs the op, measures it, and compares layouts."""
 
     def __init__(
         self,
@@ -446,7 +446,7 @@ def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[
 
 
 def _in_step(call: Call) -> Call:
-    """Return the call to time: for the statistics of a BatchNorm, one that computes only these.
+    """Return the call whose time is measured; for the statistics of a BatchNorm, one that computes nothing else.
 
     By itself the exact op computes the whole BatchNorm, but in a step statistics and normalization run as one
     op.

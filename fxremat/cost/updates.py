@@ -18,7 +18,7 @@ from fxremat.torch_private import unprofiled
 
 
 def units_of(joint: Captured, optimizer: torch.optim.Optimizer, costs: Costs) -> list[ParameterUpdate]:
-    """Return the measured cost of the update of each parameter that the step updates."""
+    """Return the measured cost of the optimizer's update for each parameter that the step updates."""
     known: dict[tuple[Any, ...], tuple[float, int, int]] = {}
     units = []
     for value in joint.updates_of:

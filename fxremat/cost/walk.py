@@ -118,7 +118,7 @@ class Walk:
         """Return the tensor or number of a node of the joint graph: a value, or a view of one."""
         value = self.joint.value_of.get(node)
         if value is None:
-            return node.meta.get("val")  # neither a tensor nor a number: None, or a token
+            return node.meta.get("val")  # the value is neither a tensor nor a number: None, or a token
         if self.joint.shown[value] is node:
             if value not in self.values:
                 self._hold(value, self._new(value))
@@ -128,7 +128,7 @@ class Walk:
     def _view(self, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
         target: Any = node.target
         if target is aten.as_strided.default and otherwise_than_shown(node.all_input_nodes[0], args[0]):
-            self.impossible_views.append(node)  # as_strided on other strides would show other elements
+            self.impossible_views.append(node)  # as_strided would select other elements from the real strides
         if target not in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
             return target(*args, **kwargs)
         viewed = aten.reshape.default(*args)

@@ -117,7 +117,7 @@ WHOLE = aten._native_batch_norm_legit_functional.default
 RUNNING: dict[Any, int] = {WHOLE: 3, CUDNN: 4, STATISTICS: 2}
 
 
-# Decompositions of the two ops for Inductor.
+# How Inductor decomposes the statistics op and the normalization op.
 
 
 def _inductor_statistics(
@@ -152,11 +152,12 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-# Nodes of the two ops in a graph, and how a BatchNorm is recomputed.
+# Functions on nodes of the statistics op and the normalization op, and on how a BatchNorm is recomputed.
 
 
 def normalized_by(statistics: fx.Node) -> fx.Node | None:
-    """Return the normalization that reads these statistics; None if there is none, or for another op."""
+    """Return the normalization op that reads the results of a statistics op; None if there is none, or for other nodes.
+    """
     if statistics.target is not STATISTICS:
         return None
     readers = (reader for item in statistics.users for reader in item.users)

@@ -195,16 +195,17 @@ class _Reader:
         self.late = self._late()
 
     def _gradients(self) -> dict[fx.Node, object]:
-        """Return the gradient of each input that has one."""
+        """Return input -> its gradient, for inputs that have one."""
         pairs = zip(_inputs(self.primals), self.backward_outputs, strict=False)
         return {primal: gradient for primal, gradient in pairs if gradient is not None}
 
     def _late(self) -> set[fx.Node]:
-        """Return the nodes of the backward: the first one that autograd made, and later ones that no output needs.
+        """Return the nodes of the backward.
 
-        AOTAutograd traces the forward first. A node of the backward depends on an incoming gradient or is
-        tagged; a node that a custom `torch.autograd.Function` computes there from saved tensors alone is
-        neither, but comes after such nodes.
+        They are the first node that autograd made, and all later ones that no forward output needs: AOTAutograd
+        traces the forward first. A node of the backward depends on an incoming gradient or is tagged; a node
+        that a custom `torch.autograd.Function` computes there from saved tensors alone is neither, but comes
+        after such nodes.
         """
         forward = _ancestors(node for node in self.forward_outputs if isinstance(node, fx.Node))
         late = set(self.tangents)
@@ -229,7 +230,7 @@ class _Reader:
             if node.op in ("placeholder", "get_attr"):
                 self._new_value(node, Origin.TANGENT if node in self.tangents else Origin.PRIMAL)
             elif node.target is operator.getitem and node.args[0] in self.value_of:
-                self.value_of[node] = self.value_of[node.args[0]]  # selects an item from a tuple of views
+                self.value_of[node] = self.value_of[node.args[0]]  # the node selects an item from a tuple of views
             elif node.target is operator.getitem:
                 pass  # a getitem's value is recorded together with the op that it selects from
             elif (base := self._base_of_view(node)) is not None:

@@ -108,7 +108,7 @@ class Region:
         return self._run is not None or self.digest in _kernels
 
     def compile(self) -> float:
-        """Compile the region, unless kernels of an equal one are cached; return the seconds spent."""
+        """Compile the region, unless kernels of an equal region are cached; return the seconds spent."""
         if self.is_compiled:
             self._run = self._run or _kernels[self.digest]
             return 0.0
@@ -236,7 +236,7 @@ class _Owning:
 
 
 def hand_over(*inputs: Any) -> list[Any]:
-    """Return the inputs as a list, which is the only reference to them once the graph has dropped its own."""
+    """Return the inputs as a list; once the graph has dropped its references, the list has the only ones."""
     return list(inputs)
 
 

@@ -36,7 +36,8 @@ from fxremat.torch_private import (
 )
 
 if TYPE_CHECKING:
-    import sympy  # torch imports it when it captures with symbolic sizes
+    # only for type checkers: torch imports sympy when it captures symbolic sizes
+    import sympy
 
 Dims = tuple[int, ...]
 Size = Any  # an integer expression of sympy, or the node of another symbolic number, such as a float

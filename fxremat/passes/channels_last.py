@@ -86,10 +86,10 @@ def convolve_channels_last(graph: fx.Graph) -> None:
 def pays(convolutions: Iterable[fx.Node]) -> bool:
     """Tell whether channels_last would make a graph's convolutions faster.
 
-    That rule excludes graphs with grouped convolutions of several channels per group, or with convolutions that
-    halve the channels, and those in which no convolution has many channels. On a CPU, by measurements, only
-    groups of many channels are slower; such convolutions are not converted, and must not do more than half of
-    all multiplications.
+    On GPUs the rule is that of `torch._inductor`: it excludes graphs with grouped convolutions of several
+    channels per group, or with convolutions that halve the channels, and those in which no convolution has many
+    channels. On a CPU, by measurements, only groups of many channels are slower; such convolutions are not
+    converted, and must not do more than half of all multiplications.
     """
     ours = [node for node in convolutions if _convertible(node)]
     if not ours:
@@ -198,7 +198,7 @@ def _storages(value: object) -> set[int]:
 
 
 class _Conversion:
-    """One walk over a graph in execution order that converts it to channels_last."""
+    """Walks once over a graph in execution order, and converts it to channels_last."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -243,7 +243,9 @@ class _Conversion:
         return node in self.captured or node in self.source
 
     def _convolve(self, node: fx.Node) -> None:
-        """Make a convolution, or its backward, read channels_last; later readers of the activations get those copies.
+        """Make a convolution, or its backward, read channels_last copies of its operands.
+
+        Later ops read the same copies.
         """
         gradients, activation, weight = ROLES[node.target]  # type: ignore[index]
         for place in (*gradients, activation):

@@ -26,7 +26,7 @@ def drop_as_eager(graph: fx.Graph) -> None:
     drop_everything(graph)
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):
         gradient, mask, scale = node.args
-        if _on_cpu(node) and scale not in (0, 1):  # the scale is 0 or 1 only for p = 1 or p = 0
+        if _on_cpu(node) and scale not in (0, 1):  # scales of 0 and 1, for p = 1 and p = 0, are exact
             node.args = (gradient, mask, rounded(1 / cast(float, scale), tensor_read(node).dtype))
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         _, p, training = node.args

@@ -88,7 +88,7 @@ class Part:
 
 
 class Lowering:
-    """Builder of the two graphs of a program."""
+    """Builds the forward and the backward graph of a program."""
 
     def __init__(self, program: Program, tier: str, handles: Handles | None, fresh: Set[int]) -> None:
         self.program, self.fresh = program, fresh
@@ -303,7 +303,7 @@ class Lowering:
         self._describe(node, statistics).meta["val"] = (normalized.meta["val"], *statistics.meta["val"])
         for version in (*step.writes, *second.writes):
             shown = self.joint.shown[self.program.version_of[version]]
-            if shown is statistics:  # true only if no op reads the statistics
+            if shown is statistics:  # `shown` is the statistics op itself only if no op reads its results
                 part.bases[version] = node
                 continue
             place = 0 if shown is normalized else 1 + cast(int, shown.args[1])
@@ -416,7 +416,8 @@ class Lowering:
     def _describe(self, node: fx.Node, original: fx.Node) -> fx.Node:
         node.meta = {key: value for key, value in original.meta.items() if key != PLACE} | self.meta
         if "custom" in self.meta and isinstance(own := original.meta.get("custom"), dict):
-            node.meta["custom"] = self.meta["custom"] | own  # keeps what other compilers have noted in `custom`
+            # entries that other compilers have stored in `custom` are kept
+            node.meta["custom"] = self.meta["custom"] | own
         return node
 
     def _read(self, part: Part, node: fx.Node, version: int, suffix: str = "") -> fx.Node:

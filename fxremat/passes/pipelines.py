@@ -43,7 +43,7 @@ SKIPPED = "FXREMAT_SKIP_PASSES"
 
 @dataclass(frozen=True)
 class Pass:
-    """A rewrite of a graph in place."""
+    """A pass: a function that rewrites a graph in place, with its name."""
 
     name: str
     rewrite: Callable[[fx.Graph], None]

@@ -30,7 +30,8 @@ GATHER = torch.ops.fxremat.gather.default
 REDUCE = torch.ops.fxremat.reduce.default
 SAME = (aten.detach.default, aten.view.default, aten.alias.default)
 BUCKET = 25 * 2**20  # largest size of a bucket in bytes, as in DistributedDataParallel
-# gradients of replicated parameters are divided into at least this many buckets, so that communication overlaps
+# minimum number of buckets into which gradients of replicated parameters are divided, so that communication
+# overlaps
 SHARES = 8
 
 
@@ -153,7 +154,7 @@ def _gather(bucket: Sequence[fx.Node]) -> None:
         wholes = write.items(write(op, parts, group.size(), sharing.group))
     wholes = [_without_padding(write, node, whole) for node, whole in zip(bucket, wholes, strict=True)]
     for node, whole in zip(bucket, wholes, strict=True):
-        _replace(node, whole)  # the new nodes were all inserted before the first gather
+        _replace(node, whole)  # the new nodes have been inserted before the first gather
 
 
 def _without_padding(write: _Writer, gather: fx.Node, whole: fx.Node) -> fx.Node:

@@ -18,7 +18,7 @@ from fxremat.errors import CaptureError
 from fxremat.graphs.batch_norm import WHOLE
 from fxremat.graphs.cudnn_batch_norm import CUDNN
 from fxremat.graphs.nodes import tangents_in, tensors_of
-from fxremat.ops import random as random  # registers an op
+from fxremat.ops import random as random  # imported for its effect: it registers an op
 from fxremat.passes.evaluate import evaluate, show_views
 from fxremat.torch_private import storage_of
 
@@ -117,7 +117,7 @@ def _bases(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_write(node: fx.Node) -> bool:
-    """Tell whether a node copies a value into an input, and the input is not read later.
+    """Tell whether a node only copies a value into an input that is not read later.
 
     In a joint graph, readers of an input mean its value at the beginning, wherever they are.
     """

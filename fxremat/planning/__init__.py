@@ -74,7 +74,11 @@ def _least(step: Step, options: Options) -> Plan:
 
 
 def _saved(step: Step, options: Options) -> Plan | None:
-    """Return the saved plan that the user passed as `plan=`, bound to this step; None if it is for another step."""
+    """Return the saved plan that the user passed as `plan=`, bound to this step; None if it is for another step.
+
+    Raises:
+        PlanMismatch: the plan is for another step, and the options do not allow a new plan instead.
+    """
     made, reason = None, ""
     with planning(what(step, Limit(words=str(options.mem)))) as planned:
         try:
