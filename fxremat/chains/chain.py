@@ -32,7 +32,8 @@ class Option:
     saved_bytes: int
     backward_time: float
     backward_scratch: int = 0
-    # bytes allocated during a forward that saves, besides what it saves; None: as stated for the block
+    # bytes allocated during the forward that saves with this option, besides what it saves; None: as in the
+    # block
     save_scratch: int | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +55,8 @@ class Block:
     backward_scratch: int = 0
     weight_bytes: int = 0
     weight_grad_bytes: int = 0  # bytes of weight gradients, kept from the backward to the end of the step
-    held_bytes: int = 0  # bytes kept while d_l is the stored gradient (and, in the last block, before)
+    # bytes in use from the next block's backward to the end of this one's (last block: from the forward on)
+    held_bytes: int = 0
     save_scratch: int = None  # type: ignore[assignment]  # scratch of the forward that saves; None: forward_scratch
     options: tuple[Option, ...] = ()  # options 1, 2, ...; option 0 consists of the block's own fields
 
@@ -78,7 +80,7 @@ class Block:
 
     @cached_property
     def choices(self) -> tuple[Option, ...]:
-        """All save options with defaults filled in; option 0 consists of the block's own fields."""
+        """All options to save the block, with defaults filled in; option 0 consists of the block's own fields."""
         return (self._own(), *self.options)
 
     def _own(self) -> Option:
@@ -294,7 +296,7 @@ def _build(cls: type[_T], data: dict[str, Any]) -> _T:
     return cls(**data)
 
 
-# class -> fields that may be None, since a Block fills in those of its options
+# class -> fields that may be None there; a Block fills them in for its options
 _LEFT_OPEN = {"Option": ("save_scratch",)}
 _REQUIRED = {
     "Block": ("forward_time", "backward_time", "output_bytes", "saved_bytes"),

@@ -30,7 +30,7 @@ class Stored:
     """A value that is on the device from moment `born` to moment `gone`; the module's docstring numbers moments."""
 
     size: int
-    option: int  # the save option with which A was stored
+    option: int  # the save option of a stored set of values ("A")
     born: int
     gone: int = -1  # -1: the value stays to the end
     # the copy from the host that brings the value to the device; None: an op computes the value
@@ -120,7 +120,7 @@ class _Reader:
         self.steps: list[OpRun] = []
         self.slots: list[list[Token]] = [[]]
         self.extra: list[int] = []  # for each op, bytes allocated during the op besides what it stores
-        self.turns: list[int] = []  # indices in `steps` of the backwards
+        self.turns: list[int] = []  # indices of the backwards in `steps`
 
     def take(self, token: int, op: Op) -> None:
         match op:
@@ -146,7 +146,7 @@ class _Reader:
         else:
             value, size, scratch = Value("a", op.block), block.output_bytes, block.forward_scratch
         here = 3 * len(self.steps) + 2
-        needs += self._close(value, here + 1)  # a recomputed value replaces the stored one
+        needs += self._close(value, here + 1)  # a recomputed value replaces the stored one, which is freed
         self._store(value, Stored(size, op.option, here))
         if op.keep is Keep.NONE:
             needs += self._close(Value("a", op.block - 1), here + 1)

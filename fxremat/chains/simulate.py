@@ -160,7 +160,8 @@ def _link(script: ResolvedSchedule, schedule: Schedule, platform: Platform | Non
             )
     assert platform is not None
     return LinkSpeeds(
-        to_host=platform.to_host or inf,  # without a speed there is no copy in this direction
+        # infinite if no speed is given, since there are then no copies in this direction
+        to_host=platform.to_host or inf,
         from_host=platform.from_host or inf,
         shared=platform.duplex == "half",
     )
@@ -173,7 +174,7 @@ def _check_room(script: ResolvedSchedule, schedule: Schedule, limit: int) -> Non
     """
     for place, need in enumerate(script.base):
         if need > limit:
-            # at the last moment no more is needed than at the one before
+            # the last moment never needs more than the one before, so that op is named
             token = script.steps[max(place - 1, 0) // 3].token
             where = f"op {token + 1}, {schedule.ops[token]}"
             why = "deadlock: even when no copy is left to wait for, " if script.copies else ""

@@ -62,7 +62,7 @@ class _Flow:
     copy: LinkCopy
     rate: float  # bytes per second
     since: float  # time in seconds at which the copy last started, resumed or paused
-    moved: float = 0.0  # bytes copied by the time `since`
+    moved: float = 0.0  # bytes that were copied until the time `since`
     target: float = 0.0  # number of copied bytes at which the copy ends or pauses
     until: float = inf  # time at which the copy reaches `target`; inf if it is paused
 
@@ -104,7 +104,7 @@ class _Clock:
         for copy in script.copies:
             if copy.outward:
                 self.need[copy.stored.gone :] += copy.stored.size
-        # copies that wait: from the host, and to the host
+        # waiting copies: first those from the host, then those to the host
         self.queues: tuple[deque[LinkCopy], deque[LinkCopy]] = deque(), deque()
         self.flows: list[_Flow | None] = [None, None]
         self.done: set[LinkCopy] = set()
@@ -113,7 +113,8 @@ class _Clock:
         self.peak = 0.0
         tokens = len(schedule.ops)
         self.memory, self.starts, self.ends = [0.0] * tokens, [0.0] * tokens, [0.0] * tokens
-        self.busy = self.copying = self.beneath = 0.0  # seconds of ops, of copies, and of copies during ops
+        # total seconds of ops, of copies, and of copies that run during ops
+        self.busy = self.copying = self.beneath = 0.0
 
     def run(self) -> TimedRun:
         self._reach_slot()
@@ -154,7 +155,7 @@ class _Clock:
         return float(self.need[self.place]) + self._partial(self.place)
 
     def _partial(self, place: int) -> float:
-        """Return the bytes that unfinished copies add to `need` at a moment (0 unless `fluid`)."""
+        """Return the bytes that unfinished copies add to `need` at the moment `place`; 0 unless `fluid`."""
         if not self.fluid:
             return 0.0
         coming, leaving = self.flows
@@ -284,7 +285,7 @@ class _Clock:
         self._settle(0)
 
     def _settle(self, way: int) -> None:
-        """Complete or pause the copy of a direction (0: from the host, 1: to it), if it has reached its target by now.
+        """If the copy of a direction (0: from the host, 1: to the host) has reached its target, complete or pause it.
         """
         flow = self.flows[way]
         if flow is None or flow.until > self.time:

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import (  # torch 2.11, 2.13, 2.14
+from torch._inductor.custom_graph_pass import (  # as in torch 2.11, 2.13 and 2.14
     CustomPartitionerFn,
     get_hash_for_files,
 )
@@ -23,7 +23,7 @@ from fxremat.graphs.nodes import is_random
 from fxremat.options import Options
 from fxremat.plans import Plan
 
-TRIES = 6  # number of plans that `fit` tries
+TRIES = 6  # maximum number of plans that `fit` tries
 SAFE = 0.98  # each try of `fit` uses this fraction of the budget that the last peak suggests
 
 
@@ -76,7 +76,7 @@ class InductorPartitioner(CustomPartitionerFn):
         for _ in range(TRIES):
             torch.compiler.reset()
             self.plans.clear()
-            step()  # compiles
+            step()  # compiles the model
             if not self.plans:
                 raise FxrematError("the step compiled no graph with a backward: set custom_partitioner_fn, and train")
             wanted = wanted or self.plans[0].budget

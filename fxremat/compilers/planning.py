@@ -46,7 +46,7 @@ def pass_options(mem: int | str, options: Mapping[str, Any]) -> Options:
 
 
 def pipeline_of(options: Options) -> str:
-    """Return the name of the pipeline of passes for a graph that runs as it is emitted."""
+    """Return the name of the pipeline of passes for a graph that is not compiled afterwards."""
     return "as given, measured" if options.measures else "as given"
 
 

@@ -186,7 +186,10 @@ def _take_writes(graph: fx.Graph) -> list[tuple[str, fx.Node]]:
 
 
 def _unread_draws(graph: fx.Graph, results: Iterable[object]) -> list[fx.Node]:
-    """Return random numbers of the forward that no result needs; they must be drawn, as later draws depend on that."""
+    """Return random numbers of the forward that no result needs.
+
+    They must be drawn nevertheless, since later random numbers depend on that.
+    """
     needed = {result for result in results if isinstance(result, fx.Node)}
     found = []
     for node in reversed(graph.nodes):

@@ -39,7 +39,8 @@ from fxremat.graphs.names import module_of
 
 HEAD = "# fxremat graph "
 TYPE = re.compile(r"(\w+)\[([\d, ]*)\](?: strides \(([\d, ]*)\))? (\w+(?::\d+)?)")
-NOTED = ("seq_nr", "partitioner_tag", "autograd_backward")  # keys of a node's metadata that are written
+# keys in the `meta` of nodes whose values are written to the text
+NOTED = ("seq_nr", "partitioner_tag", "autograd_backward")
 NUMBERS = {"inf": math.inf, "nan": math.nan}
 
 

@@ -87,7 +87,7 @@ def _joint_of(program: Program, units: Units, kernels: Kernels) -> Captured:
     return read_joint(module, len(captured.forward_outputs))
 
 
-FOR_EVER = 1 << 60  # larger than the number of any group
+FOR_EVER = 1 << 60  # larger than the index of any unit
 
 
 def _last_readers(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -104,15 +104,15 @@ def _last_readers(graph: fx.Graph) -> dict[fx.Node, int]:
 class _Uses:
     """Which of its inputs a unit (a group of steps that is compiled) may free or overwrite."""
 
-    group: int  # number of the unit
+    group: int  # index of the unit
     last: dict[fx.Node, int]  # node -> index of the last unit (compiled region or single op) that reads it
-    first_late: int  # number of the first unit of the backward
+    first_late: int  # index of the first unit of the backward
 
     def dies(self, node: fx.Node) -> bool:
         """Tell whether a node's tensor may be freed after this group of steps: no later group and no caller needs it.
         """
         given = node.op == "placeholder" and not node.name.startswith("tangents")
-        # gradient of a loss, which autograd keeps alive
+        # autograd keeps the gradient of a loss alive
         root = node.op == "placeholder" and node.meta["val"].numel() == 1
         return self.last[node] == self.group and node.op != "get_attr" and not given and not root
 

@@ -46,7 +46,7 @@ Units = tuple[Unit, ...]
 
 
 def by_block(program: Program) -> Units:
-    """Group consecutive steps of the same block. O(steps)."""
+    """Return groups of consecutive steps of the same block. O(steps)."""
     may = compilable(captured_of(program.layout.graph))
 
     def key(position: int) -> tuple[object, ...]:
@@ -69,10 +69,10 @@ def alone(program: Program, positions: Iterable[int]) -> Units:
 
 
 def pointwise(program: Program, sizes: Sizes, budget: int) -> Units:
-    """Group pointwise ops: each moves to the last group with which it shares a large value. O(tries * steps).
+    """Group pointwise ops: each op moves to the last group that shares a large tensor with it. O(tries * steps).
 
-    If the memory while a group runs would exceed the budget, ops that were moved to before that group stay
-    where they are.
+    If the memory during a group would exceed the budget, ops that were moved from later positions stay where
+    they are.
     """
     stay: set[int] = set()
     best: tuple[int, Units] | None = None
@@ -219,7 +219,7 @@ class _Groups:
     shared: list[set[int]]
 
     def open(self, position: int, versions: Set[int], *, fused: bool) -> int:
-        """Begin a group; return its index."""
+        """Begin a group with the step at `position`; return the group's index."""
         self.steps.append([position])
         self.fused.append(fused)
         self.shared.append(set(versions))
@@ -227,9 +227,10 @@ class _Groups:
 
 
 def _grouped(program: Program, sizes: Sizes, stay: Set[int]) -> Units:
-    """Group the steps of a program: a pointwise step joins the last group that shares a large value with it.
+    """Group the steps of a program: a pointwise step joins the last group that shares a large tensor with it.
 
-    It must come after the step's producers. Steps in `stay` may only join the group just before them.
+    The group must come after the steps that compute the step's inputs. Steps in `stay` may only join the group
+    just before them.
     """
     joint = captured_of(program.layout.graph)
     fusable = {index for index in compilable(joint) if is_pointwise(joint.nodes[index])}

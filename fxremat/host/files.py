@@ -19,15 +19,15 @@ from fxremat.errors import FxrematError
 from fxremat.host.pool import FilePool
 from fxremat.host.tier import HostTier, span_of
 
-MANY = 256  # finished copies are removed from the record when it has this many
-CHUNK = 1 << 20  # bytes between two checks of the time in a copy with limited speed
+MANY = 256  # finished copies are removed from the list of copies when the list has this many
+CHUNK = 1 << 20  # bytes copied between two checks of the time, if the speed is limited
 
 
 class Copied(NamedTuple):
     """A copy that has ended."""
 
     way: str  # "out" (to the host) or "in"
-    start: int  # nanoseconds since the epoch
+    start: int  # start of the copy in nanoseconds since the epoch
     end: int
     bytes: int
 
@@ -138,7 +138,8 @@ class _ThreadLane:
         with self._lock:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"fxremat-{self.way}")
-            if len(self._under_way) >= MANY:  # mostly copies of failed steps, which nobody waits for
+            # most of the remaining copies are of failed steps, and nobody waits for them
+            if len(self._under_way) >= MANY:
                 self._under_way = {k: f for k, f in self._under_way.items() if not _succeeded(f)}
             issued = _issued(source, target)
             self._under_way[key] = self._thread.submit(self._copy, source, target, notes, issued)
@@ -148,7 +149,7 @@ class _ThreadLane:
     ) -> None:
         start = time.time_ns()
         with _after(issued):
-            # .data, since autograd may have saved the tensor, and must not see the change
+            # `.data` hides the change from autograd, which may have saved the tensor
             _copy(source, target.data, self.speed)
         if notes is not None:
             notes.append(Copied(self.way, start, time.time_ns(), target.nbytes))

@@ -74,7 +74,10 @@ class PinnedTier(HostTier):
         self._finish("in", host)
 
     def synchronize(self) -> None:
-        """Block until all copies to the host have ended; `release` only makes the compute stream wait for them."""
+        """Block until all copies to the host have ended.
+
+        `release` only makes the compute stream wait for a copy.
+        """
         for lane in self._lanes_of("out"):
             lane.synchronize()
 
@@ -125,10 +128,12 @@ class _StreamLane:
         event = self._kind.event(self._device)
         try:
             with self.stream:
-                target.data.copy_(source, non_blocking=True)  # .data, since autograd may have saved the tensor
+                # `.data` hides the change from autograd, which may have saved the tensor
+                target.data.copy_(source, non_blocking=True)
                 event.record(self.stream)
         except BaseException:
-            self.stream.synchronize()  # needed since the caller will drop both tensors
+            # the caller will drop its references to both tensors, so the copy must have ended
+            self.stream.synchronize()
             raise
         with self._lock:
             self._latest[key] = number = next(self._number)
@@ -162,7 +167,8 @@ def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     try:
         flat = kind_of(tensor.device).pinned(span_of(tensor), tensor.dtype, tensor.device)
     except RuntimeError as error:
-        if "memory" not in str(error):  # otherwise it is an assertion on the device, which the next call reports
+        # any other error is an assertion on the device, which the next call reports again
+        if "memory" not in str(error):
             raise
         raise FxrematError(
             f"the host has no {format_bytes(span_bytes(tensor))} of pinned memory left; limit what is offloaded with "

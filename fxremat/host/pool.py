@@ -18,7 +18,7 @@ from fxremat.errors import FxrematError
 from fxremat.host.tier import span_bytes
 from fxremat.units import format_bytes
 
-# the pool keeps as many bytes as were in use at a time within the last one or two times this many requests
+# number of requests in a window; the pool keeps the largest bytes in use within the last one or two windows
 WINDOW = 1000
 
 
@@ -33,7 +33,7 @@ class FilePool:
         self.folder = folder
         self.used = 0  # bytes of files that store a tensor
         self._lock = threading.RLock()  # reentrant, since garbage collection may run finalizers at any point
-        # files whose tensor is gone; appended to by finalizers, which take no lock
+        # files whose tensor is gone; finalizers append to it without taking the lock
         self._returned: deque[tuple[int, int, mmap.mmap]] = deque()
         # number -> unused file, longest unused first
         self._waiting: OrderedDict[int, tuple[int, mmap.mmap]] = OrderedDict()
@@ -110,11 +110,12 @@ class FilePool:
     def _new(self, size: int) -> mmap.mmap:
         self.shrink(max(0, max(*self._most, self.used + size) - size))
         try:
-            with tempfile.TemporaryFile(dir=self.folder) as file:  # the file has no name, or loses it immediately
+            # the temporary file has no name, or loses it immediately
+            with tempfile.TemporaryFile(dir=self.folder) as file:
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(
                         file.fileno(), 0, size
-                    )  # so that a full disk raises now, not as a SIGBUS later
+                    )  # allocates the disk space now, so that a full disk raises an error here instead of SIGBUS later
                 else:
                     file.truncate(size)
                 return mmap.mmap(file.fileno(), size)

@@ -35,7 +35,7 @@ from fxremat.torch_private import shell_of, storage_of, without_memory
 USUAL = frozenset(  # settings of optimizers that do not affect how many bytes they need
     ("lr", "betas", "eps", "weight_decay", "momentum_decay", "alpha", "lr_decay", "etas", "step_sizes", "dampening")
 )
-ELEMENTWISE = (  # optimizers whose update of a parameter depends on no other parameter, element by element
+ELEMENTWISE = (  # classes of optimizers that update each element of a parameter independently of all others
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -91,13 +91,14 @@ class Weights:
         self.hosted: dict[int, torch.Tensor] = {}  # index of a parameter on the host -> its tensor there
         # index of a parameter on the host -> a tensor of its shape without memory, which the forward receives
         self._shells: dict[int, torch.Tensor] = {}
-        self._homes: set[int] = set()  # addresses of memory on the host, which parameters and state keep alive
+        # addresses of the tensors on the host that parameters and optimizer state are stored in
+        self._homes: set[int] = set()
         self._single: dict[int, tuple[torch.optim.Optimizer, nn.Parameter]] = {}
         self._coming: dict[int, dict[str, torch.Tensor]] = {}  # optimizer state that is being copied to the device
         self._leaving: dict[int, dict[str, torch.Tensor]] = {}  # optimizer state that is being copied to the host
         self._going: dict[int, torch.Tensor] = {}  # updated parameters that are being copied to the host
         self.updated: set[int] = set()  # indices of the parameters that the last backward has updated
-        self._all = self.parameters()  # the optimizer's parameters at the beginning of the step
+        self._all = self.parameters()  # the optimizer's parameters when the step begins
         self._watching = False  # True once a hook on the user's optimizer's step is registered
         self._process = os.getpid()
 
@@ -140,7 +141,7 @@ class Weights:
         """
         try:
             yield
-            self.tier.synchronize()  # so that code between steps reads the new parameters
+            self.tier.synchronize()  # code between steps reads the new parameters on the host
         except BaseException as error:
             count, all_of = len(self.updated), len(self.parameters())
             error.add_note(
@@ -320,7 +321,7 @@ class Weights:
         single, shell = self._single_for(number, weight)
         shell.data, shell.grad = weight, gradient
         state = self.optimizer.state[parameter]
-        counts = {  # saved values of the step counts; reading one on the device would wait for all submitted work
+        counts = {  # step counts are saved as numbers; reading one on the device would wait for all submitted work
             key: value.item() if value.device.type == "cpu" else value.clone()
             for key, value in _counts(state).items()
         }

@@ -72,7 +72,8 @@ def _kept(uniform: Tensor, p: float, dtype: torch.dtype) -> Tensor:
 
 
 def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    return mask * x * float(1 / (1 - p))  # in the order of torch's decomposition of `native_dropout`
+    # the same order of multiplications as in torch's decomposition of `native_dropout`
+    return mask * x * float(1 / (1 - p))
 
 
 def _inductor_mask(seed: Tensor, shape: Sequence[int], p: float, dtype: torch.dtype) -> Tensor:
@@ -85,5 +86,5 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload[Any, Any], Callable[..., Tensor]] = {
     torch.ops.fxremat.masked.default: _masked,
 }
 
-# the op's own kernel draws other numbers than compiled code
+# if run uncompiled, the op draws other numbers than compiled code does
 ALWAYS_COMPILED = frozenset([torch.ops.fxremat.seeded_mask.default])

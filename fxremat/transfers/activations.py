@@ -25,7 +25,8 @@ from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.clock import Ints
 from fxremat.transfers.copies import CopyIn, CopyOut, durations, need_of, time_copies
 
-SMALL = 2000  # values with fewer bytes than keep-all's peak / SMALL stay on the device
+# a value is kept on the device if it has fewer bytes than the peak without recomputation divided by this number
+SMALL = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class _Visits:
 
 
 def cap(need: Ints, possible: Sequence[RoundTrip], limit: int) -> list[RoundTrip] | None:
-    """Return round trips to the host with which a program fits into `limit` bytes; None if there are none.
+    """Return round trips to the host with which a program fits into `limit` bytes; None if no such set exists.
 
     While a step exceeds the limit, the earliest value that is not used at the worst step is chosen (the
     autocapper of A. Shilova's thesis, 2021, 4.3); in the end, round trips that turned out unnecessary are

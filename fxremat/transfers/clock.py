@@ -25,15 +25,14 @@ Floats = NDArray[np.float64]
 EXECUTE, OFFLOAD, RELEASE, PREFETCH, WAIT = range(5)
 # indices in `Log.clock`: the current time, and the times at which the link is free in each direction
 _NOW, _OUT, _BACK = range(3)
-# Indices in `Log.counts`: events so far, begin and end of the queue, bytes in it, first event of the backward,
-# peak.
+# indices in `Log.counts`: number of events, begin and end of the queue, bytes in it, first backward event, peak
 _EVENTS, _HEAD, _TAIL, _BYTES, _TURN, _PEAK = range(6)
 
 
 class CopiesOut(NamedTuple):
     """The copies to the host, as arrays with one entry for each."""
 
-    trips: Ints  # number of the round trip
+    trips: Ints  # number of the copy's round trip
     sizes: Ints  # bytes
     starts: Ints  # index of the step after which the copy starts
     leaves: Ints  # index of the last step that reads the value
@@ -44,24 +43,24 @@ class CopiesOut(NamedTuple):
 class CopiesIn(NamedTuple):
     """The copies to the device, as arrays with one entry for each, in the order of their first readers."""
 
-    trips: Ints  # number of the round trip
+    trips: Ints  # number of the copy's round trip
     sizes: Ints  # bytes
     begins: Ints  # index of the first step before which the copy may start
     first: Ints  # index of the first step that reads the value
 
 
 class Log(NamedTuple):
-    """The result of a simulation, and its state while it runs."""
+    """The state of a simulation while it runs, and its result."""
 
     events: Ints  # [events, 2]: a kind such as `OFFLOAD`, and the index of a step or copy
     starts: Floats  # seconds at which each event happens
     out: Floats  # [copies_out, 2]: start and end of each copy in seconds
     back: Floats  # [copies_in, 2]: start and end of each copy in seconds
-    ends: Floats  # end of the copy out of each trip in seconds; 0 for values that begin on the host
-    queue: Ints  # copies out whose values are not read any more, but whose memory is not released yet
-    lingers: Ints  # for each trip, whether its copy out is in the queue
+    ends: Floats  # by round trip: end of its copy out in seconds; 0 for values that are on the host at first
+    queue: Ints  # copies out whose values are no longer read, but whose device memory is not freed yet
+    lingers: Ints  # by round trip: 1 if its copy out is in `queue`
     clock: Floats  # current times, see `_NOW`
-    waited: Floats  # seconds for which steps wait for copies out, and for copies back
+    waited: Floats  # seconds for which steps wait for copies to the host, and for copies from it
     counts: Ints  # counters, see `_EVENTS`
 
 
@@ -181,7 +180,8 @@ def _run(
 
 @jit
 def _make_room(need: int, out: CopiesOut, limit: int, log: Log) -> None:
-    """Release memory whose copies out have ended; wait for more while a step of `need` bytes does not fit."""
+    """Free memory whose copies to the host have ended; while a step of `need` bytes does not fit, wait for more copies.
+    """
     while log.counts[_HEAD] < log.counts[_TAIL]:
         ends = log.ends[out.trips[log.queue[log.counts[_HEAD]]]]
         if ends > log.clock[_NOW] and need + log.counts[_BYTES] <= limit:
@@ -217,7 +217,9 @@ def _may_come(
 
 @jit
 def _copy(lane: int, after: float, seconds: float, span: Floats, log: Log) -> None:
-    """Simulate a copy after earlier ones in its direction, not before `after`; store start and end in `span`.
+    """Simulate a copy that starts after earlier copies in its direction, and not before the time `after`.
+
+    Start and end are stored in `span`.
 
     Args:
         lane: the direction, `_OUT` or `_BACK`.

@@ -47,7 +47,8 @@ class HostCopy:
 class CopyOut(HostCopy):
     """A device-to-host copy."""
 
-    starts: int  # index of the step after which the copy starts (a parameter's update starts it itself)
+    # index of the step after which the copy starts; an optimizer update starts the copy of its parameter itself
+    starts: int
     leaves: int  # index of the last step that reads the value
 
 
@@ -186,7 +187,10 @@ class _Writer:
         )
 
     def _step(self, kind: int, number: int) -> Step | Transfer | None:
-        """Return the step for an event; None for the copy out of an updated parameter, which its update starts."""
+        """Return the step of the program that a simulated event stands for.
+
+        None for the copy of an updated parameter to the host, which the update starts itself.
+        """
         match kind:
             case clock.EXECUTE:
                 step = self.program.steps[number]
@@ -228,7 +232,7 @@ class _Writer:
         return replace(transfer, state_of=self.program.version_of[what.version], takes=sign * what.size)
 
     def _copies(self) -> Iterator[tuple[tuple[Role, int], tuple[float, float]]]:
-        """Yield ((OFFLOAD or PREFETCH, number of the trip), (start, end) in seconds) for each copy."""
+        """Yield ((OFFLOAD or PREFETCH, number of the round trip), (start, end) in seconds) for each copy."""
         log, heard = self.timed.log, self.timed
         sides: tuple[tuple[Role, Sequence[HostCopy], Floats], ...] = (
             (Role.OFFLOAD, heard.copies_out, log.out),

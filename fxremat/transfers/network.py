@@ -25,9 +25,9 @@ from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program, Role, Step, Transfer
 from fxremat.step.step_graph import Op, Origin, StepGraph
 
-TRIES = 4  # number of memory limits tried, each lower by as much as the last result exceeded the budget
+TRIES = 4  # maximum number of simulations with lower memory limits, until the result fits into the budget
 TRIED = 24  # number of programs, fastest first, for which overlap is simulated with the whole budget
-LEAST_SHARE = 0.1  # searches count at least this fraction of a collective's seconds, since overlap is never perfect
+LEAST_SHARE = 0.1  # searches count at least this fraction of a collective's seconds, even if ops could hide all of it
 
 
 def communicates(graph: StepGraph) -> bool:
@@ -36,7 +36,7 @@ def communicates(graph: StepGraph) -> bool:
 
 
 def beside_ops(graph: StepGraph, costs: Costs) -> Costs:
-    """Return costs for a search that count only the part of a collective's seconds which ops cannot hide.
+    """Return costs for a search in which collectives take only the seconds that ops cannot hide.
 
     A repeated gather occupies the network; the step takes longer only if the network is the bottleneck.
     """
@@ -97,15 +97,15 @@ def overlapped(program: Program, costs: Costs, limit: int) -> ProgramWithCommuni
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """A collective that can overlap with ops, together with steps that run right before and after it.
+    """A collective that can overlap with ops, together with the steps that run right before and after it.
 
     Steps are given by their indices in the program.
     """
 
-    at: int  # the collective's own step
+    at: int  # index of the step that runs the collective
     gather: bool  # True: a gather; False: a reduction
     head: tuple[int, ...]  # steps that prepare parameters for an all-gather (casts, padding), and run right before it
-    tail: tuple[int, ...]  # steps that finish the result of a reduction (casts), and run after the wait
+    tail: tuple[int, ...]  # steps (casts) that finish the result of a reduction, and run after the wait for it
     first: int  # the first step that reads the result of a gather
     size: int  # bytes of the result of a gather, or of the operand of a reduction
 
@@ -148,12 +148,12 @@ def _bytes(program: Program, sizes: Sizes, versions: Sequence[int]) -> int:
 
 
 def _head(program: Program, at: int, writer: dict[int, int], readers: dict[int, list[int]]) -> list[int] | None:
-    """Return the steps that compute, from parameters alone, what a gather sends.
+    """Return the steps that compute what an all-gather sends, if they read only parameters.
 
-    None if anything else is sent, or if other steps read results of these.
+    None if anything else is sent, or if other steps read their results.
 
     Args:
-        writer: version -> index of the step that computes it.
+        writer: version (result of one execution) -> index of the step that computes it.
         readers: version -> indices of the steps that read it.
     """
     found: set[int] = set()
@@ -183,7 +183,7 @@ def _tail(program: Program, at: int, readers: dict[int, list[int]]) -> list[int]
     """Return the steps that turn a reduction's result into the returned gradient; None if other steps read it.
 
     Args:
-        readers: version -> indices of the steps that read it.
+        readers: version (result of one execution) -> indices of the steps that read it.
     """
     found: list[int] = []
     mine = set(program.steps[at].writes)
@@ -231,7 +231,7 @@ class _Spread:
         if program.split < self.need.size:
             self.need[program.split] = max(self.need[program.split], memory.at_split)
         self.free = 0.0  # seconds at which the network becomes free
-        self.lingering = 0  # bytes of the operands of `pending`
+        self.lingering = 0  # bytes of the operands of the reductions in `pending`
         self.pending: list[_Unit] = []  # reductions that have started and are not waited for yet
         self.found = _Run()
 
@@ -360,7 +360,7 @@ def _completed(program: Program, step: Step | Transfer, trip: int) -> Transfer:
 
 
 def _held(program: Program, step: Step | Transfer) -> tuple[int, ...]:
-    """Return the operands that a collective reads until its end; () for an all-reduce, which is in place."""
+    """Return the operands that a collective reads until its end; () for an all-reduce, which works in place."""
     op = _op(program, step)
     if op.overwrites is not None or op.target.startswith("collective all_reduce"):
         return ()

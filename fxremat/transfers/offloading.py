@@ -42,10 +42,10 @@ from fxremat.transfers.activations import (
 from fxremat.transfers.clock import Floats, Ints
 from fxremat.transfers.copies import TimedCopies, durations, need_of, time_copies
 
-SOURCES = 16  # number of programs for which offloading is tried
+SOURCES = 16  # maximum number of programs to which copies to the host are added
 STEP = 1.03  # ratio of successive budgets
 COARSE_STEP = 1.12  # ratio of successive budgets for which a named solver is run
-# fractions of the budget for which values to copy are chosen; smaller ones mean more copies and less waiting
+# fractions of the budget for which offloaded values are chosen; with smaller ones, ops wait less for copies
 SPARE = (1.0, 0.93, 0.85)
 
 
@@ -99,7 +99,8 @@ class Source:
             if chosen is None or tuple(chosen) in seen:
                 continue
             seen.add(tuple(chosen))
-            there = sum(link.on_host(trip.size) for trip in chosen)  # bytes on the host between forward and backward
+            # bytes of offloaded activations on the host between forward and backward
+            there = sum(link.on_host(trip.size) for trip in chosen)
             if host_mem is not None and there > host_mem:
                 continue
             need = self.need.copy()

@@ -22,7 +22,8 @@ from fxremat.transfers.activations import least_size, trips
 from fxremat.transfers.weights import Choice, choose, hosted, update_inside
 
 SOURCES = 16  # number of programs that are tried
-SPARE = (1.0, 0.95, 0.9)  # fractions of the budget for which copies are chosen; smaller ones mean less waiting
+# fractions of the budget for which copies are chosen; with smaller ones, ops wait less for copies
+SPARE = (1.0, 0.95, 0.9)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +58,7 @@ def best_within(
         BudgetTooSmall: no plan fits; `.minimum` is the least budget of any plan.
     """
     best: Trained | None = None
-    tightest: Trained | None = None  # the plan with everything possible on the host, copied back at the last moment
+    tightest: Trained | None = None  # the plan with everything on the host that can be, copied back as late as possible
     least: int | None = None
     smallest = least_size(frontier.keep_all.peak)
     for source in frontier.spread(SOURCES):

@@ -32,10 +32,10 @@ from fxremat.transfers.copies import CopyIn, CopyOut, TimedCopies, durations, ne
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is kept on the host: parameters, and activations between their last use in forward and backward."""
+    """What is stored on the host: parameters with their optimizer state, and activations until the backward."""
 
-    hosted: frozenset[int]  # parameters that live on the host
-    # hosted parameters that are not on the device between forward and backward either
+    hosted: frozenset[int]  # parameters that are stored on the host
+    # parameters on the host that are not kept on the device between forward and backward either
     twice: frozenset[int] = frozenset()
     trips: tuple[RoundTrip, ...] = ()  # activations that are copied to the host until the backward
 
@@ -96,14 +96,14 @@ class _Move:
 
     what: ParameterUpdate | RoundTrip
     removed: Ints  # bytes that the parameter no longer occupies on the device, at each step from `start` on
-    start: int  # index of a step
+    start: int  # index of the first step in `removed`
     moved: int  # bytes copied for the parameter in one training step, in both directions
     host: int  # bytes that the parameter occupies on the host
     # the further move that this one makes possible: to be on the host between forward and backward too
     then: _Move | None = None
 
     def profit(self, excess: Ints) -> float:
-        """Return the bytes above the limit that the move removes, summed over all steps, for each byte that is copied.
+        """Return the bytes above the limit that the move removes, summed over all steps, per byte that it copies.
 
         Args:
             excess: bytes above the limit at each step.
