@@ -46,7 +46,7 @@ class Timeline:
     """
 
     schedule: Schedule
-    peak: int  # bytes
+    peak: int  # peak bytes
     time: float  # seconds until the last op and the last copy have ended
     memory: tuple[int, ...]  # peak bytes during each operation, including all that is stored
     starts: tuple[float, ...]  # seconds from the start of the step

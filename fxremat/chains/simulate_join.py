@@ -30,8 +30,8 @@ class JoinTimeline:
     """The simulated memory and time of a join's schedule; `memory[i]` belongs to `schedule.ops[i]`."""
 
     schedule: JoinSchedule
-    peak: int  # bytes
-    time: float  # seconds
+    peak: int  # peak bytes
+    time: float  # seconds of the step
     memory: tuple[int, ...]  # bytes during each operation, including all that is stored
 
 

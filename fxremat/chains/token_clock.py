@@ -39,10 +39,10 @@ class TimedRun:
 
     time: float  # seconds until the last op and the last copy have ended
     idle: float  # seconds during which no op runs
-    peak: int  # bytes
-    memory: list[int]  # bytes
-    starts: list[float]  # seconds
-    ends: list[float]  # seconds
+    peak: int  # peak bytes
+    memory: list[int]  # bytes during each operation
+    starts: list[float]  # seconds at which each operation starts
+    ends: list[float]  # seconds at which each operation ends
     hidden: float  # fraction of the seconds of copying during which an op ran
 
 

@@ -18,7 +18,7 @@ from fxremat.step.costs import OpCost
 from fxremat.store import Store, folder
 
 TABLE = "costs"
-DOUBLE = 8  # bytes
+DOUBLE = 8  # bytes of a float64
 
 
 def store_of(device: torch.device) -> Store:

@@ -39,7 +39,7 @@ class Range:
     """The largest input sizes that are expected, and the peak without recomputation at them."""
 
     dims: Dims
-    keep_all: int  # bytes
+    keep_all: int  # peak bytes without recomputation
 
 
 class PlansOfSizes:

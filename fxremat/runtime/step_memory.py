@@ -39,7 +39,7 @@ class Border:
     """A moment of a step at which memory is measured; the numbers are None until they are known."""
 
     def __init__(self) -> None:
-        self.level: int | None = None  # bytes allocated
+        self.level: int | None = None  # bytes allocated at this moment
         self.peak: int | None = None  # largest bytes since the border before; None if not known
 
 

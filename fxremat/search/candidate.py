@@ -145,7 +145,7 @@ class Candidate:
     """One way to run a training step: a program of ops and recomputations, with its exact peak and its time."""
 
     peak: int  # peak bytes above what is allocated when the step begins
-    time: float  # seconds
+    time: float  # predicted seconds of one forward and backward
     layout: Layout
     origin: Origin
 
@@ -228,7 +228,7 @@ class Frontier:
     """The Pareto frontier of candidate programs, by increasing time and decreasing peak."""
 
     keep_all: Candidate  # the candidate that recomputes nothing
-    candidates: tuple[Candidate, ...]  # fastest first
+    candidates: tuple[Candidate, ...]  # the candidates, fastest first
 
     @property
     def minimum(self) -> int:

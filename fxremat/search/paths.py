@@ -242,7 +242,7 @@ class Path:
     nodes: tuple[Node, ...]
     programs: tuple[CallProgram, ...]
     saved: tuple[int, ...]  # bytes that each call saves for its backward
-    peak: int  # bytes
+    peak: int  # peak bytes of the sequence of calls
 
     @property
     def time(self) -> float:

@@ -44,7 +44,7 @@ class Figures:
     model: str  # the name of the model's class
     device: str  # the device, and how times were obtained: "CPU (measured times)"
     budget: int  # bytes
-    peak: int  # bytes
+    peak: int  # predicted peak in bytes
     time: float  # predicted seconds of one forward and backward
     keep_all_time: float  # seconds of one forward and backward without recomputation
     waiting: float  # seconds of waiting for copies or other ranks, beyond those without recomputation

@@ -78,7 +78,7 @@ class ModuleNode:
 
 
 def added(shares: Iterable[Share]) -> Share:
-    """Return the sum of these shares."""
+    """Return the sum of these figures."""
     columns = zip(*([getattr(share, f.name) for f in fields(Share)] for share in shares), strict=True)
     return Share(*map(sum, columns))
 

@@ -81,7 +81,7 @@ def page_data(plan: PlannedStep) -> Data:
 
 
 class Numbers(dict[str, int]):
-    """Numbers texts: maps each text to its number, from 0 in the order of the first look-up."""
+    """Maps each text to a number, from 0 in the order of the first look-up."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         for text in texts:

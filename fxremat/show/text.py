@@ -46,7 +46,7 @@ _WAITING = 1e-3  # fraction of the time without recomputation; less waiting is a
 class BlockRow:
     """A table row of a block (consecutive ops of the model): its costs and what it saves, as text."""
 
-    number: int  # from 1
+    number: int  # index of the block, from 1
     name: str
     forward: str
     backward: str
@@ -80,7 +80,7 @@ def describe(plan: PlannedStep, *, full: bool = False) -> str:
 
 
 def block_rows(plan: PlannedStep) -> list[BlockRow]:
-    """Return a row for each block of the plan's chain."""
+    """Return a row for each block (run of consecutive ops) of the plan."""
     option = {op.block: op.option for op in plan.chosen.schedule.ops if _keeps(op)}
     steps = plan.op_by_op.program.steps
     again = Counter(step.block + 1 for step in steps if step.role is Role.RECOMPUTE)

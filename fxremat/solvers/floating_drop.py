@@ -90,7 +90,10 @@ def work(chain: Chain, slots: int) -> float:
 
 @jit
 def _row(sizes: ChainSizes, n: int, s: int, e: int) -> int:
-    """Return the index of the table row of first block s and end state e, which is shared by all start states."""
+    """Return the index of the table row for first block s and end state e.
+
+    All start states share it; they are columns.
+    """
     return s * (n + 1 + sizes.saved.size) + e
 
 
@@ -148,7 +151,7 @@ def _moves(sizes: ChainSizes, n: int, s: int, c: int, e: int, moves: Ints, costs
 
 @jit
 def _room(sizes: ChainSizes, n: int) -> tuple[Ints, Floats]:
-    """Allocate the arrays for the moves from any state."""
+    """Allocate arrays that are large enough for the moves of the recursion from any state."""
     most = (n + 1) * (n + 2 + sizes.saved.size) + sizes.saved.size + 2
     return np.zeros((most, 8), dtype=np.int64), np.zeros(most)
 

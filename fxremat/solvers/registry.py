@@ -44,7 +44,7 @@ class Problem:
     """A chain, a machine, and the limits on memory and effort."""
 
     chain: Chain
-    mem: int  # bytes
+    mem: int  # budget in bytes
     platform: Platform  # the machine, with a memory of `mem` bytes
     slots: int  # number of memory levels in a table
     judge: Callable[[Schedule], Timeline]  # simulates a schedule; raises `InvalidSchedule` if it does not fit
@@ -114,7 +114,7 @@ def every_checkpoint(chain: Chain) -> Schedule:
 
 
 def _read_off(build: Build, problem: Problem) -> list[Schedule]:
-    """Return schedules read off a table, or off several if sizes were rounded, which makes them too large."""
+    """Return schedules read off a table, or off several tables if rounding to slots made sizes too large."""
     chain, mem, slots = problem.chain, problem.mem, problem.slots
     unit = grain(chain)
     if mem // unit <= slots:  # every size is a whole number of slots: nothing is rounded

@@ -43,9 +43,9 @@ class Grid(NamedTuple):
 class Filled(NamedTuple):
     """A filled table, and what is needed to read schedules off it with memory in bytes."""
 
-    sizes: ChainSizes  # in bytes
+    sizes: ChainSizes  # sizes of the chain in bytes
     low: Ints  # [i, j]: the least memory of row (i, j), in bytes
-    rows: Rows  # in slots
+    rows: Rows  # costs of each row; memory in slots
     n: int  # number of blocks
     slots: int
     full: int  # bytes that all slots together stand for
@@ -91,7 +91,7 @@ def least(x: float, y: float) -> float:
 
 @jit
 def value(rows: Rows, i: int, j: int, m: int) -> float:
-    """Return the cost of row (i, j) at memory m."""
+    """Return the seconds of row (i, j) with memory m."""
     if m < rows.low[i, j]:
         return np.inf
     if m >= rows.high[i, j]:

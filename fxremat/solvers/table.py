@@ -17,7 +17,7 @@ from fxremat.solvers.sizes import Floats, Ints
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Least recomputation time of a chain for every budget up to `mem` bytes, in `slots` steps."""
+    """Least recomputation time of a chain for every budget up to `mem` bytes, which are divided into `slots` levels."""
 
     chain: Chain
     mem: int

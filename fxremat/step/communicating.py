@@ -12,7 +12,7 @@ from fxremat.step.program import Program
 class Communication:
     """One execution of a collective, with its simulated times."""
 
-    name: str  # the op's name
+    name: str  # name of the op
     op: int  # the op's number in the step graph
     begins: float  # seconds from the start of the step to the beginning of the collective's transfer
     ends: float

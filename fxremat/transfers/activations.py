@@ -34,7 +34,7 @@ class RoundTrip:
     """A tensor that can be on the host between two of its readers, the steps with indices `leaves` and `returns`."""
 
     version: int
-    size: int  # bytes
+    size: int  # bytes of the value
     made: int  # index of the step that computes the value
     leaves: int  # index of the last step that reads the value before it is freed on the device
     returns: int  # index of the first step that reads the value after its copy back

@@ -33,7 +33,7 @@ class CopiesOut(NamedTuple):
     """The copies to the host, as arrays with one entry for each."""
 
     trips: Ints  # number of the copy's round trip
-    sizes: Ints  # bytes
+    sizes: Ints  # bytes of each copy
     starts: Ints  # index of the step after which the copy starts
     leaves: Ints  # index of the last step that reads the value
     by_start: Ints  # indices of copies, sorted by `starts`
@@ -44,7 +44,7 @@ class CopiesIn(NamedTuple):
     """The copies to the device, as arrays with one entry for each, in the order of their first readers."""
 
     trips: Ints  # number of the copy's round trip
-    sizes: Ints  # bytes
+    sizes: Ints  # bytes of each copy
     begins: Ints  # index of the first step before which the copy may start
     first: Ints  # index of the first step that reads the value
 

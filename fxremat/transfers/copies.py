@@ -39,7 +39,7 @@ class HostCopy:
     # the version (result of one execution) that is copied, or that of the parameter whose optimizer state is
     # copied
     version: int
-    size: int  # bytes
+    size: int  # bytes that are copied
     state: bool = False  # True if the optimizer state of a parameter is copied
 
 

@@ -43,7 +43,10 @@ def best_canonical(join: Join, mem: int, slots: int = 200) -> JoinTimeline:
 
 
 def _steps(chains: Sequence[Chain], mem: int, slots: int) -> tuple[int, int, bool]:
-    """Return (bytes, slots, exact) for a table of `mem` bytes; exact: each size is a whole number of slots."""
+    """Return (bytes, slots, exact) for a table of `mem` bytes, which are divided into slots of equal size.
+
+    `exact` is True if each size is a whole number of slots.
+    """
     unit = gcd(*map(grain, chains))
     steps = max(1, mem // unit)
     return (steps * unit, steps, True) if steps <= slots else (mem, slots, False)

@@ -86,7 +86,7 @@ class BranchStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CanonicalTable:
-    """Least recomputation time of a join for every budget up to `mem` bytes, in `slots` steps."""
+    """Least recomputation time of a join for every budget up to `mem` bytes, which are divided into `slots` levels."""
 
     join: Join
     mem: int
@@ -177,7 +177,10 @@ def _row(chain: Chain, kind: BranchStep) -> tuple[int, int]:
 
 
 def _costs(solved: Tails, kind: BranchStep) -> Floats:
-    """Return, for 0..slots slots beside the step's input, the seconds of recomputation to finish a step's blocks."""
+    """Return the seconds of recomputation to finish a step's blocks, for each number of memory slots from 0 to `slots`.
+
+    The step's input is stored in addition.
+    """
     if kind.option >= 0 and kind.s == kind.to:
         need = solved.sizes.phase[kind.s] + solved.sizes.back[kind.option]
         return np.where(np.arange(solved.slots + 1) >= need, 0.0, np.inf)
@@ -209,7 +212,7 @@ def _steps(solved: list[Tails], *, exact: bool) -> BranchSteps:
 
 
 def _held(join: Join, trunk: Tails | None, slots: int, mem: int) -> HeldBytes:
-    """Return the memory in use in slots of mem / slots bytes each, rounded up."""
+    """Return the memory in use, in slots of mem / slots bytes each and rounded up."""
     longest = max(map(len, join.branches))
     limit = 2 * slots + 2 if slots != mem else _NEVER
 
@@ -388,7 +391,10 @@ class _Reader:
         return k, step
 
     def _guess(self, code: int, m: int) -> float:
-        """Return the seconds of a state in m slots; a high but finite number if it fits only without rounding."""
+        """Return the seconds of a state within m memory slots.
+
+        A high but finite number if it fits only without rounding.
+        """
         return _dearly(self.costs[code], m)
 
     def _guess_tail(self, k: int, step: int, m: int) -> float:

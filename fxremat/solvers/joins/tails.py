@@ -30,7 +30,10 @@ class Tails:
     rows: Rows  # the costs; memory in slots
 
     def costs(self, s: int, c: int) -> Floats:
-        """Return the seconds of recomputation of row (s, c) within 0, 1, .. slots beside the input of block s."""
+        """Return the seconds of recomputation of row (s, c), for each number of memory slots from 0 on.
+
+        The input of block s is stored in addition. The module's docstring defines rows.
+        """
         costs: Floats = _dense(self.rows, s, c, self.slots)
         return costs
 
@@ -44,7 +47,7 @@ class Tails:
 
 
 def tails(chain: Chain, mem: int, slots: int) -> Tails:
-    """Fill the table of one chain for every budget up to `mem` bytes, in `slots` steps."""
+    """Fill the table of one chain for every budget up to `mem` bytes, which are divided into `slots` levels."""
     n, exact, sizes = len(chain), in_bytes(chain), in_slots(chain, mem, slots)
     grid = Grid(sizes, lay_out(*bounds(sizes, n), slots), n, slots)
     fill_tiles_by_diagonal(

@@ -28,7 +28,10 @@ class FluidSchedule:
 
 
 class Carried(NamedTuple):
-    """Slots that can be copied over the link while ops run; entry l of an array: during the ops of blocks 1..l."""
+    """Numbers of memory slots that can be copied over the link to the host while ops run.
+
+    Entry l of an array is for the ops of blocks 1..l.
+    """
 
     forward_out: Ints  # slots copied to the host during forwards
     forward_in: Ints  # slots copied from the host during forwards
@@ -39,7 +42,10 @@ class Carried(NamedTuple):
 
 
 def carried(chain: Chain, mem: int, slots: int, platform: Platform | None) -> Carried:
-    """Return the slots that can be copied during the ops of a chain; zeros without a link to the host."""
+    """Return the numbers of memory slots that can be copied during the ops of a chain.
+
+    Zeros without a link to the host.
+    """
     out, back = speeds(platform)
     forward = np.cumsum([0.0] + [block.forward_time for block in chain.blocks])
     backward = np.cumsum([0.0] + [min(o.backward_time for o in block.choices) for block in chain.blocks])

@@ -127,10 +127,10 @@ def seconds(chain: Chain, slots: int) -> float:
 def build(
     chain: Chain, mem: int, platform: Platform | None, slots: int = 50, *, in_sums: bool = False
 ) -> FluidSchedule:
-    """Return the best schedule if memory is divided into `slots`. Raises `BudgetTooSmall` if slots are too coarse.
+    """Return the best schedule if memory is divided into `slots` equal parts, and sizes are rounded up to them.
 
-    With `in_sums`, the sums of sizes along the chain are rounded up instead of each size: the schedule may need
-    more than `mem` bytes.
+    Raises `BudgetTooSmall` if slots are too coarse. With `in_sums`, the sums of sizes along the chain are
+    rounded up instead of each size: the schedule may need more than `mem` bytes.
     """
     task = task_of(chain, mem, platform, slots)
     if in_sums:
@@ -143,7 +143,7 @@ def build(
 
 
 def task_of(chain: Chain, mem: int, platform: Platform | None, slots: int) -> PofoTask:
-    """Return the problem with the chain, the budget and the link rounded to slots."""
+    """Return the problem with sizes, budget and link rounded to `slots` equal parts of the memory."""
     n = len(chain)
     sizes = in_slots(chain, mem, slots)
     link = carried(chain, mem, slots, platform)
@@ -256,13 +256,13 @@ def _back(back: Back, s: int, t: int, kept: int, due: int) -> float:
 
 @jit
 def _whole(seconds: float, rate: float) -> int:
-    """Return the slots that are copied in `seconds`, rounded down."""
+    """Return the memory slots that are copied in `seconds`, rounded down."""
     return int(min(seconds * rate, 1e12) + _ROUNDING)
 
 
 @jit
 def _carries(link: Carried, s: int, t: int) -> int:
-    """Return the slots copied from the host while blocks s..t run once forward and once backward."""
+    """Return the memory slots copied from the host while blocks s..t run once forward and once backward."""
     return int(link.backward_in[t] - link.backward_in[s - 1] + link.forward_in[t] - link.forward_in[s - 1])
 
 
@@ -315,7 +315,7 @@ def _relax_cut(
 
 @jit
 def _line(back: Back, s: int, t: int, kept: int) -> Floats:
-    """Return the costs of running backwards t..s with `kept` slots in use, for every number of slots to copy back."""
+    """Return the seconds lost in running backwards t..s with `kept` memory slots in use, by slots to copy back."""
     begin = back.row[s, t] + back.at[s, kept]
     return back.cost[begin : begin + back.reach[s, kept] + 1]
 
@@ -395,11 +395,11 @@ def fill_back(task: PofoTask) -> Back:
 def _save(
     task: PofoTask, s: int, size: int, away: bool, kept: int, behind: int, ahead: int, o: int
 ) -> tuple[float, int, int, int]:
-    """Return the seconds lost by saving block s with option o in a state of the forward pass, and the next state.
+    """Return the seconds lost by saving block s with option o in a state of the forward, and the next state.
 
-    A state is (slots in use, slots still to be copied to the host, slots to be back before the backward):
-    `kept`, `behind`, `ahead`. `size`: slots of the input of block s; `away`: the input is offloaded. Infinite
-    seconds if it does not fit.
+    A state is (memory slots in use, slots still to be copied to the host, slots to be back before the
+    backward): `kept`, `behind`, `ahead`. `size`: slots of the input of block s; `away`: the input is offloaded.
+    Infinite seconds if it does not fit.
     """
     sizes, link, full = task.sizes, task.link, task.slots
     save = sizes.phase[task.n] + sizes.save[o] + kept + size
@@ -470,7 +470,10 @@ def fill_forward(task: PofoTask, back: Back) -> PofoStates:
 
 @jit
 def _push(task: PofoTask, back: Back, states: PofoStates, s: int, k: int, bound: float) -> None:
-    """Expand the states of block s: its input is the previous block's output (k = -1) or what option saves[k] saved."""
+    """Expand the states of block s, whose input is the previous block's output (k = -1) or part of what it saved.
+
+    It was then saved with option saves[k].
+    """
     link, slots = task.link, task.slots
     size = task.sizes.out[s - 1] if k < 0 else task.sizes.saved[task.saves[k]]
     here = states.plain[s] if k < 0 else states.saved[k]
@@ -635,12 +638,12 @@ def _schedule(task: PofoTask, back: Back, moves: list[Move]) -> Schedule:
 
 
 def lost(back: Back, s: int, t: int, held: int) -> float:
-    """Return the seconds lost in running backwards t..s beside `held` slots in use; infinite if that is impossible."""
+    """Return the seconds lost in running backwards t..s beside `held` memory slots in use; infinite if impossible."""
     return float(_line(back, s, t, held)[0])
 
 
 def rerun(task: PofoTask, back: Back, s: int, t: int, held: int, due: int) -> list[Op]:
-    """Return the ops that run backwards t..s with `held` slots in use and `due` slots to be copied back."""
+    """Return the ops that run backwards t..s with `held` memory slots in use and `due` slots to be copied back."""
     ops: list[Op] = []
     todo: list[tuple[int, int, int, int] | Backward] = [(s, t, held, due)]
     while todo:

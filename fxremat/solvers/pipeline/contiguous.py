@@ -52,7 +52,7 @@ class StageTable(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Contiguous stages, one on each device, with the shortest tick (see `tick`) for which memory suffices."""
+    """Contiguous stages, one on each device, with the shortest time between micro-batches for which memory suffices."""
 
     stages: tuple[PlannedStage, ...]
     tick: float  # seconds between two slots; each slot is for one micro-batch, or stays empty
@@ -104,7 +104,7 @@ class Choices(NamedTuple):
 
 @jit
 def _place(table: StageTable, choices: Choices, memory: float, tick: float, skip: int) -> int:
-    """Fill the dynamic program's table for one tick; return the number of stages, or 0 if no allocation fits.
+    """Fill the dynamic program's table for one `tick`; return the number of stages, or 0 if no allocation fits.
 
     `tick`: seconds between two slots for micro-batches, of which every (skip + 1)-th stays empty.
     """

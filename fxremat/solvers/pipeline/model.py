@@ -153,7 +153,8 @@ class PipelinePlan:
         return self.tick if self.skip is None else self.tick * (self.skip + 1) / self.skip
 
     def slot(self, microbatch: int) -> int:
-        """Return the slot of a micro-batch: the number of ticks by which it is later than micro-batch 0."""
+        """Return the slot of a micro-batch: by how many ticks (seconds between slots) it is later than micro-batch 0.
+        """
         return slot_of(microbatch, self.skip)
 
     def orders(self, microbatches: int) -> tuple[tuple[Work, ...], ...]:
@@ -178,7 +179,7 @@ class PipelinePlan:
 
 
 def slot_of(microbatch: int, skip: int | None) -> int:
-    """Return the slot of a micro-batch if every (skip + 1)-th slot stays empty; None or 0: no slot does.
+    """Return the index of the time slot of a micro-batch if every (skip + 1)-th stays empty; None or 0: no slot does.
 
     >>> [slot_of(number, 2) for number in range(5)]
     [0, 1, 3, 4, 6]

@@ -152,7 +152,7 @@ def _insert(places: Floats, count: int, start: float, away: float, near: float, 
 
 @jit
 def _look(tasks: PipelineTasks, found: SearchState, level: int, task: int, tick: float, later: bool) -> int:
-    """Write the possible starts of the task of a level to `found.places`, and return their number.
+    """Write the possible starts of the task of a search level to `found.places`, and return their number.
 
     `later`: include starts at a distance from other tasks, if unplaced tasks would fit in between.
     """

@@ -56,7 +56,7 @@ def _fastest_saved(chain: Chain, place: int) -> int:
 
 
 def ways_of(chain: Chain) -> Ways:
-    """Return a function that lists the ways to train each stage (run of blocks) of a chain."""
+    """Return a function that lists the ways to train each stage (run of blocks) of a chain: what is recomputed."""
     prices = _prices(chain)
     priced = [_Priced.of(chain, price) for price in prices]
 
@@ -103,9 +103,9 @@ class _Priced:
     """
 
     chain: Chain
-    forward: list[float]  # sums of seconds
-    backward: list[float]  # sums of seconds
-    saved: list[float]  # sums of bytes
+    forward: list[float]  # entry b: seconds of the forwards of blocks 0..b - 1
+    backward: list[float]  # entry b: seconds of the backwards of blocks 0..b - 1
+    saved: list[float]  # entry b: bytes that blocks 0..b - 1 save
     beside: list[float]  # [block]: bytes of gradients and scratch while its backward runs
 
     @classmethod

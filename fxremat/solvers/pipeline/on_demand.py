@@ -21,7 +21,7 @@ ROUNDS = 8  # maximum number of rounds of planning
 
 @dataclass(eq=False)
 class OnDemandCosts:
-    """Ways to train stages: exact for the stages that `ask` was called for, estimated for all others."""
+    """Ways to train stages (what is recomputed): exact for the stages passed to `ask`, estimated for all others."""
 
     rough: Ways
     exact: Ways
@@ -32,7 +32,7 @@ class OnDemandCosts:
         return self.exact(first, last) if (first, last) in self.known else self.rough(first, last)
 
     def ask(self, stages: Sequence[PlannedStage], *, around: bool = True) -> bool:
-        """Switch to exact ways for these stages and, if `around`, for those with a border one layer away.
+        """Use exact ways of training for these stages and, if `around`, for those with a border one layer away.
 
         Return whether any of them were not exact before.
         """

@@ -57,7 +57,7 @@ def plan_chain(
 
 
 def solved_ways(chain: Chain, first: int, last: int, solver: str = "persistent") -> list[Way]:
-    """Return ways to train the stage of blocks first..last (indices from 0), found by a chain solver.
+    """Return ways to train the stage of blocks first..last (indices from 0): what a chain solver recomputes.
 
     It solves the stage's chain for `BUDGETS` budgets.
     """

@@ -35,7 +35,10 @@ class Job:
         return len(self.layers.layers)
 
     def ways(self, first: int, last: int) -> tuple[Way, ...]:
-        """Return ways to train a stage, fastest first; each saves less, or has a lower peak, than all faster ones."""
+        """Return ways to train a stage (what is recomputed), fastest first; each has less memory than all faster ones.
+
+        It saves less, or its peak is lower.
+        """
         if (first, last) not in self._known:
             options = [self.keeping_all(first, last)] if self.options is None else self.options(first, last)
             self._known[first, last] = undominated(options)
@@ -97,7 +100,7 @@ class Job:
         return 0.0 if speed is None else self.layers.layers[border].output_bytes / speed
 
     def back(self, border: int) -> float:
-        """Return the seconds of copying the gradient of layer `border`'s output back to its device."""
+        """Return the seconds of copying the gradient of the output of layer `border` back to the layer's device."""
         speed = self.machines.bandwidth
         return 0.0 if speed is None else self.layers.layers[border].grad_bytes / speed
 

@@ -88,9 +88,9 @@ def least_period(tasks: PipelineTasks) -> float:
 
 @jit
 def _slots(low: int, high: int, phase: int, skip: int) -> int:
-    """Count the slots low + 1 .. high that are used if every (skip + 1)-th stays empty.
+    """Count the time slots low + 1 .. high that are used if every (skip + 1)-th slot stays empty.
 
-    `phase` is slot 0's place in it.
+    `phase` is the index of slot 0 in a cycle of skip + 1 slots.
     """
     if skip == 0:
         return high - low

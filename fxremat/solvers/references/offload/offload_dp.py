@@ -44,7 +44,10 @@ _ROUNDS = 3  # maximum number of attempts whose results do not fit
 
 
 class DynprogTask(NamedTuple):
-    """The problem with memory in slots; entry 0 of an array is unused, or belongs to the chain's input."""
+    """The problem with memory in slots (equal parts of the budget).
+
+    Entry 0 of an array is unused, or belongs to the chain's input.
+    """
 
     slots: int
     value: Ints  # [l]: what the backward of block l reads; [0]: the chain's input
@@ -58,7 +61,7 @@ class DynprogTask(NamedTuple):
 
 
 class DynprogStates(NamedTuple):
-    """States before one block, one per row.
+    """States of the dynamic program before one block, one per row.
 
     `came` is the row of the preceding state; -1 - row if the decision was to offload.
     """
@@ -86,7 +89,10 @@ def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50
 def build(
     chain: Chain, mem: int, platform: Platform | None, slots: int = 500, *, synchronized: bool = False
 ) -> FluidSchedule:
-    """Return the best schedule if memory is divided into `slots`. Raises `BudgetTooSmall` if slots are too coarse."""
+    """Return the best schedule if memory is divided into `slots` equal parts.
+
+    Raises `BudgetTooSmall` if they are too coarse.
+    """
     everything = keep_all.schedules(chain)[0]
     every = {trip.value.index: trip for trip in trips(chain, everything)}
     values = [
@@ -168,7 +174,7 @@ def _solve(task: DynprogTask, synchronized: bool) -> tuple[list[int], float]:
 
 @jit
 def _step(task: DynprogTask, states: DynprogStates, i: int, room: int, synchronized: bool) -> DynprogStates:
-    """Return the states before block i + 1; at most `room` slots of values may stay on the device then."""
+    """Return the states before block i + 1; at most `room` memory slots of values may stay on the device then."""
     link, size, n = task.link, task.value[i - 1], task.value.size - 1
     kept, behind, ahead = np.zeros((3, 2 * states.kept.size), dtype=np.int64)
     came = np.zeros(2 * states.kept.size, dtype=np.int64)
