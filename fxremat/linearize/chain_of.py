@@ -79,7 +79,7 @@ class _Builder:
     def _held(self, block: int) -> int:
         """Return the bytes alive during a block's backward that no other size counts.
 
-        They are values that are kept until their last use in any plan, and gradients of other blocks.
+        They are values that every plan keeps until their last use, and gradients that wait for other blocks.
         """
         passing = {v for v, (made, read) in self.gradients.items() if read <= block < made}
         alive = {value for value in self.layout.held if self._first_reader[value] <= block}

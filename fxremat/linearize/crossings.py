@@ -40,7 +40,7 @@ class Crossing:
     worth_keeping: frozenset[int]  # values that the backward reads too; only cuts that such values cross are useful
 
     def cuts(self, carried: frozenset[int] = frozenset(), width: int = 1) -> tuple[int, ...]:
-        """Return the positions (op numbers) that at most `width` values cross, besides carried ones.
+        """Return the positions (op numbers) that at most `width` values cross, not counting the values `carried`.
 
         Of successive positions that the same values cross, only the first is returned. Positions are left out
         if the backward does not read the crossing values (a BatchNorm's output before its ReLU), since plans

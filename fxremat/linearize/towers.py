@@ -60,11 +60,11 @@ def on_the_layout(schedule: JoinSchedule, parts: Sequence[range]) -> Schedule:
     Forwards of towers run one after the other, in the captured order, so that dropouts draw the same numbers,
     and towers that share a BatchNorm update its statistics in the same order.
     """
-    # there is a trunk, so the schedule has no step for a loss
+    # for type checkers: the loss is one of the ops in the trunk here, so there is no `Loss` step to drop
     steps = [step for step in schedule.ops if isinstance(step, On)]
     turn = next(place for place, step in enumerate(steps) if isinstance(step.op, Backward))
     steps[:turn] = sorted(steps[:turn], key=lambda step: (step.branch - 1) % len(parts))
-    # the trunk is branch 0 of the join, and the last of the parts
+    # the trunk (the ops after the parallel branches) is branch 0 of the join, but the last element of `parts`
     return Schedule(tuple(_shifted(step.op, parts[step.branch - 1].start) for step in steps))
 
 

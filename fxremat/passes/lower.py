@@ -114,7 +114,7 @@ class Lowering:
         self.meta: dict[str, Any] = {}
         self.second_half = self._halves()
         self.second_halves = set(self.second_half.values())
-        self.items: list[fx.Node] = []  # results of BatchNorms that are emitted as one op instead of two
+        self.items: list[fx.Node] = []  # the results (getitem nodes) of BatchNorms that are emitted as one op
         self.symbolic = any(map(is_size_node, self.joint.module.graph.nodes))
 
     def run(self) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -195,7 +195,7 @@ class PlansOfSizes:
         return Range(largest, estimated_keep_all(at_largest, self._options))
 
     def _largest(self, place: int, dims: Dims) -> int:
-        """Return the largest number that is expected of the symbolic size with the index `place`.
+        """Return the largest number expected for the symbolic size at index `place` of `dims`.
 
         If this call exceeds the range that the user gave, return `GROWTH` times its size. A range that was
         given for tokens also holds for targets that have the same length.

@@ -35,7 +35,7 @@ class Contract:
         return made
 
     def made(self, node: object) -> Any:
-        """Return a node that stands for an output of the joint graph; a constant is returned as it is."""
+        """Return this graph's node for a node of the joint graph; a constant is returned as it is."""
         if not isinstance(node, fx.Node):
             return node
         return self.nodes[node] if node in self.nodes else self.new(node.meta.get("val"), node.meta)

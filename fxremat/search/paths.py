@@ -158,7 +158,7 @@ def kept(program: CallProgram, outputs: Mapping[int, int], held: frozenset[int])
 
     Args:
         outputs: bytes of each output that the graph allocates, by value.
-        held: outputs that stay alive until then anyway.
+        held: outputs that the caller keeps alive until the backward; they do not count.
     """
     return program.saved + sum(outputs.get(value, 0) for value in program.outputs - held)
 

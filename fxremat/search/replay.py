@@ -50,9 +50,9 @@ class Pages(NamedTuple):
     runs: Bits  # for each possible execution of an op, 1 if it runs
     alive: Bits  # [pages + 1, values]: whether each value is alive before each page, and at the end
     levels: Ints  # [pages + 1]: bytes alive before each page, and at the end
-    peaks: Ints  # [pages]: largest bytes during an execution of the page
-    excess: Ints  # [pages]: bytes above the budget, summed over the executions
-    times: Floats  # [pages]: seconds of the executions
+    peaks: Ints  # [pages]: largest number of bytes alive during the executions of each page
+    excess: Ints  # [pages]: bytes above the budget, summed over the executions of each page
+    times: Floats  # [pages]: total seconds of the executions of each page
 
 
 def blank_pages(tape: Tape) -> Pages:

@@ -14,7 +14,7 @@ from itertools import groupby
 from fxremat.show.tree import is_number, ranges
 
 COLORS = 9  # number of colors that assets/page.css defines
-SMALL = 0.01  # fraction of the picture; the colors of smaller parts could not be recognized
+SMALL = 0.01  # least fraction of the picture that a part needs for its color to be recognized
 
 
 @dataclass(frozen=True, kw_only=True)

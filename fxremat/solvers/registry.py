@@ -156,7 +156,7 @@ POFO_SLOTS = 50  # maximum slots of the solver pofo, whose table has two dimensi
 
 
 def capped(build: Build, problem: Problem) -> list[Schedule]:
-    """Return schedules of autocapper, which offloads values of a table's schedules, and the table's own schedules."""
+    """Return the schedules of a dynamic program, as they are and with activations offloaded by autocapper."""
     chain = problem.chain
     most = max(1, simulate(chain, keep_all.schedules(chain)[0]).peak)
     table = build(chain, most, problem.slots)

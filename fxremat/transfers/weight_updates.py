@@ -58,7 +58,7 @@ def best_within(
         BudgetTooSmall: no plan fits; `.minimum` is the least budget of any plan.
     """
     best: Trained | None = None
-    tightest: Trained | None = None  # the plan with everything on the host that can be, copied back as late as possible
+    tightest: Trained | None = None  # the plan of least memory: all it can offload is on the host
     least: int | None = None
     smallest = least_size(frontier.keep_all.peak)
     for source in frontier.spread(SOURCES):

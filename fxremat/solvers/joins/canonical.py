@@ -68,7 +68,7 @@ class HeldBytes(NamedTuple):
     phase: Ints  # [k, t]: memory in use by branch k between its backwards t + 1 and t
     ends: int  # memory of the last blocks of all branches before the first backward
     before: int  # `ends` plus the gradient of the trunk: in use while the branches run forward
-    after: int  # weight gradients of the trunk, in use after the first backward
+    after: int  # weight gradients of the trunk (the blocks that join the branches), in use after its backward
     turn: int  # gradients that the loss writes; 0 if there is a trunk
     trunk_low: int  # least memory of the trunk
 
@@ -212,7 +212,7 @@ def _steps(solved: list[Tails], *, exact: bool) -> BranchSteps:
 
 
 def _held(join: Join, trunk: Tails | None, slots: int, mem: int) -> HeldBytes:
-    """Return the memory in use, in slots of mem / slots bytes each and rounded up."""
+    """Return the sizes that add to each step's own memory, rounded up to slots of mem / slots bytes."""
     longest = max(map(len, join.branches))
     limit = 2 * slots + 2 if slots != mem else _NEVER
 

@@ -121,7 +121,7 @@ def scheduled(
 ) -> PipelinePlan:
     """Return the plan that runs a contiguous allocation by 1F1B*, without checking that it fits.
 
-    `tick`: seconds between slots for micro-batches; `bound` and `by` are fields of the plan.
+    `tick`: seconds from the start of a micro-batch to that of the next. `bound`, `by`: fields of the plan.
     """
     pattern = pattern_of(elements_of(job, stages), tick)
     counts = [alive(group, skip or 0) for group in pattern.groups[::2]]

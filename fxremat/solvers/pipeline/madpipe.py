@@ -54,7 +54,7 @@ _LONGER = (0.0, 0.1, 0.25, 0.5)
 
 
 class Cells(NamedTuple):
-    """The best state of each cell [layers left, devices left, cell of seconds, cell of bytes], and its predecessor."""
+    """The best state for each [layers left, devices left, rounded seconds, rounded bytes], and the state before it."""
 
     delay: Floats
     load: Floats  # exact seconds of the special device, which may have many stages

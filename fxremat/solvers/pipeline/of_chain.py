@@ -21,7 +21,7 @@ from fxremat.chains.chain import Chain
 from fxremat.solvers.pipeline.model import Layer, Layers, Way
 from fxremat.solvers.pipeline.stage_costs import Ways, undominated
 
-_PRICES = 4  # maximum number of prices of memory besides 0
+_PRICES = 4  # maximum number of positive prices (seconds for each byte saved) at which options of blocks are compared
 _SEGMENTS = (1, 2, 3, 4, 6, 8)  # numbers of recomputed segments that are tried
 _PREFIXES = (0.25, 0.5, 0.75)  # fractions of a stage's saved bytes that belong to the recomputed prefix
 
