@@ -34,7 +34,7 @@ from fxremat.solvers.table import Build, grain
 DEFAULT = "input_drop"  # the default chain solver, from whose schedules other solvers start
 _ROUNDS = 4  # number of bisections of the budget that tables are built for
 _QUICK = 5e9  # a table that takes more additions is built only once
-_SPEED = 1e9  # approximate additions per second
+_SPEED = 1e9  # approximate additions that a solver does in a second, to estimate how long it runs
 _MOST_TRIES = 3000  # maximum steps of a local search; more find little
 _STEP = 25e-6  # approximate seconds of one step of the local search, per op of the schedule
 

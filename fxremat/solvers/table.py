@@ -58,7 +58,7 @@ class Table:
         while budget > max(self.least, above):
             slot = int(budget) * self.slots // self.mem
             while slot and self.curve[slot] == self.curve[slot - 1]:
-                slot -= 1  # down to the least budget with the same time
+                slot -= 1  # find the least budget whose best schedule takes the same time
             budgets.append(max(self.least, slot * self.mem // self.slots))
             budget = min(budget, budgets[-1]) / apart
         if self.least > above:

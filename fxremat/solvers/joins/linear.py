@@ -73,7 +73,7 @@ def _translate(op: Op, places: list[tuple[int, int]], turn: int, join: Join) -> 
             if block > 1:
                 return [On(branch, Forward(block, Keep.NONE))]
             read: list[JoinOp] = [On(branch, Forward(1, Keep.CHECKPOINT))]
-            if branch == 0:  # of its inputs, only the last branch's output is not in use anyway
+            if branch == 0:  # branch 0 (the trunk) reads all branch outputs; only the last one can be freed then
                 last, end = places[turn - 1]
                 read.append(On(last, Drop(Value("a", end))))
             return read

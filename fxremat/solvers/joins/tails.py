@@ -27,7 +27,7 @@ class Tails:
     exact: ChainSizes  # the chain's sizes in bytes
     sizes: ChainSizes  # the chain's sizes in slots
     low: Ints  # [s, c]: the least memory of a row, in bytes
-    rows: Rows  # the costs; memory in slots
+    rows: Rows  # seconds of recomputation for each row and number of memory slots (equal parts of the budget)
 
     def costs(self, s: int, c: int) -> Floats:
         """Return the seconds of recomputation of row (s, c), for each number of memory slots from 0 on.

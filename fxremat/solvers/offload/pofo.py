@@ -643,7 +643,7 @@ def lost(back: Back, s: int, t: int, held: int) -> float:
 
 
 def rerun(task: PofoTask, back: Back, s: int, t: int, held: int, due: int) -> list[Op]:
-    """Return the ops that run backwards t..s with `held` memory slots occupied and `due` slots still to be copied in."""
+    """Return the ops that run backwards t..s with `held` memory slots occupied and `due` slots to be copied in."""
     ops: list[Op] = []
     todo: list[tuple[int, int, int, int] | Backward] = [(s, t, held, due)]
     while todo:

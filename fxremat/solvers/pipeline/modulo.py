@@ -90,7 +90,7 @@ class SearchState(NamedTuple):
     places: Floats  # [level]: possible starts of the task placed at this level of the search
     number: Ints  # [level]: number of possible starts; -1 if they are not computed yet
     taken: Ints  # [level]: index of the start that is being tried; -1 before the first
-    rooms: Floats  # buffer for `_rooms`
+    rooms: Floats  # buffer that `_rooms` writes the required gaps between tasks to, in seconds
 
 
 @jit

@@ -40,7 +40,7 @@ from fxremat.solvers.references.offload import greedy
 from fxremat.solvers.sizes import Floats, Ints, in_slots
 
 _STATES = 60_000
-_ROUNDS = 3  # maximum number of attempts whose results do not fit
+_ROUNDS = 3  # attempts at rounding sizes, after which all sizes are rounded up
 
 
 class DynprogTask(NamedTuple):
