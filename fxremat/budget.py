@@ -10,7 +10,7 @@ from fxremat.torch_private import allocates_in_expandable_segments
 
 # fraction of the free memory that mem="auto" leaves unused if the allocator's segments are expandable
 AUTO_MARGIN = 0.05
-# the same fraction if segments are not expandable: the allocator then reserves up to a third too much
+# the fraction if the allocator's segments are not expandable: it then reserves up to a third too much
 BLOCKS_MARGIN = 0.2
 # minimum bytes that mem="auto" leaves unused: two segments of large blocks of CUDA's allocator
 LEAST_MARGIN = 40 * 2**20

@@ -139,7 +139,7 @@ class Evaluation:
             self._hold(value)
         for shown, value in zip(self.plan.captured.forward_outputs, outputs, strict=True):
             if isinstance(shown, fx.Node) and self.plan.captured.value_of.get(shown) not in graph.updates:
-                self._hold(value)  # other outputs are copied over an input, then freed
+                self._hold(value)  # outputs that update an input in place are freed after the copy
         tangents = sum(sizes.values[tangent] for tangent in graph.tangent_values)
         self.peak = max(self.peak, self._alive + max(tangents + sizes.root, sizes.outside))
         self.beside = sizes.root

@@ -17,9 +17,9 @@ from fxremat.units import shortened
 
 @dataclass(frozen=True)
 class On:
-    """An operation on one branch of a join, or on its trunk."""
+    """An operation on one branch of a join (chains that meet), or on the blocks after the branches (trunk)."""
 
-    branch: int  # 1, 2, ...; 0: the trunk
+    branch: int  # 1, 2, ...; 0: the blocks after the branches
     op: Op
 
     def __str__(self) -> str:

@@ -70,7 +70,7 @@ class _Branch:
     stored: dict[Value, int] = field(default_factory=dict)  # value -> its bytes
     options: dict[int, int] = field(default_factory=dict)  # block -> the option with which its values were saved
     phase: int | None = None  # number of the block whose backward is next; None: the branch has no gradient yet
-    constant: int = 0  # bytes held in the current phase, besides stored values
+    constant: int = 0  # bytes in use until the next backward ends, besides stored values
 
     @property
     def used(self) -> int:

@@ -72,7 +72,7 @@ class _Flow:
         return self.target if time >= self.until else self.moved + (time - self.since) * self.rate
 
     def head_for(self, target: float, time: float) -> None:
-        """Continue from now on until `target` bytes are copied."""
+        """Continue the copy at `time` (seconds), until `target` bytes are copied in total."""
         if target == self.target and self.until < inf:
             return
         self.moved, self.since = self.at(time), time

@@ -37,12 +37,11 @@ class Towers:
     carried: frozenset[int]  # the values that leave the towers
 
     def lay_out(self, graph: StepGraph, crossing: Crossing) -> Layout:
-        """Cut the graph into blocks that do not span two towers (parts that share no value), nor a tower and the trunk.
-        """
+        """Cut the graph into blocks, each within one parallel branch (tower) or within the ops after the branches."""
         return lay_out(graph, [*crossing.cuts(self.carried), *self.ends], self.carried)
 
     def parts(self, layout: Layout) -> list[range]:
-        """Return the range of blocks of each tower, then that of the trunk, in a layout that `lay_out` made."""
+        """Return the range of blocks of each parallel branch (tower), then that of the blocks after them (trunk)."""
         last = {block.forward[-1]: number + 1 for number, block in enumerate(layout.blocks)}
         bounds = [0, *(last[end] for end in self.ends), len(layout.blocks)]
         return [range(low, high) for low, high in pairwise(bounds)]
@@ -94,7 +93,7 @@ def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) 
     foreign = [op for op, tower in tower_of.items() if tower != order[-1]] + sorted(trunk)
     beyond = [
         op for op in foreign if op > first[order[-1]]
-    ]  # ops of the trunk, and ops that belong to an earlier tower
+    ]  # ops after the parallel branches (towers), and ops that belong to an earlier branch
     if not beyond:
         return None
     ends = tuple(start - 1 for start in [*(first[tower] for tower in order[1:]), min(beyond)])
@@ -106,7 +105,7 @@ def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) 
 
 
 def _components(graph: StepGraph, seconds: Sequence[float]) -> tuple[dict[int, int], set[int]]:
-    """Return op -> tower (named by one of its ops) for ops within towers, and the ops of the trunk."""
+    """Return op -> parallel branch, named by one of its ops, and the set of ops after the branches."""
     enough = SHARE * sum(seconds[: graph.forward_count])
     parent: dict[int, int] = {}
     work: dict[int, float] = {}

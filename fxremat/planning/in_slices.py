@@ -160,8 +160,7 @@ def _of_all(plan: Plan, one: Survey, found: Variants) -> Plan:
         one: the variant that it was made from.
         found: all variants. Memory without recomputation is reported for the step as captured.
     """
-    # by how much calibration scaled the times of this way to slice; the other ways are scaled by the same
-    # factor
+    # calibration (timing the real step) scaled the times of the chosen variant by this factor; do so for all variants
     factor = plan.keep_all_time / max(1e-12, one.frontier.keep_all.time)
     scaled = [other.frontier.scaled(factor) for other in found.surveys]
     every = (*plan.alternatives.candidates, *(c for frontier in scaled for c in frontier.candidates))

@@ -40,8 +40,8 @@ AT_MOST = 8  # number of programs whose generated graphs are kept
 MOST_SIZES = 10_000  # number of combinations of sizes for which the chosen program is remembered
 REMEMBERED = 256  # number of combinations of sizes for which computed numbers are cached
 AS_GOOD = 1.01  # a program with existing graphs is preferred to a faster one without, up to this ratio of times
-# the same ratio when only one more program's graphs can be kept; that place is for the one without
-# recomputation
+# the ratio used instead of AS_GOOD when the graphs of only one more program can be kept: that place is reserved
+# for the program without recomputation
 GOOD_ENOUGH = 1.03
 
 

@@ -151,7 +151,7 @@ def _row(outer: ModuleNode, group: Sequence[ModuleNode], share: Share, depth: in
 
 
 def _of_all(row: Row, group: Sequence[ModuleNode]) -> Row:
-    """Return the row of a submodule for all modules of a group, given the row for the group's first module."""
+    """Extend the row of a submodule of a group's first module to that submodule in all modules of the group."""
     if len(group) == 1:
         return row
     before = group[0].path

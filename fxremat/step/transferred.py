@@ -18,7 +18,7 @@ class ProgramWithTransfers:
     time: float  # seconds of the step
     copying: tuple[float, float]  # seconds of copying to the host, and of copying back
     waiting: float  # seconds for which ops wait for copies
-    waiting_back: float  # those of the seconds of `waiting` for which ops wait for copies from the host
+    waiting_back: float  # the part of `waiting` in which ops wait for copies from the host
     bytes: int  # bytes copied to the host
     starts: tuple[float, ...]  # for each execution in the program, the seconds at which it starts
     # (OFFLOAD or PREFETCH, number of the round trip) -> seconds at which the copy starts and ends

@@ -69,8 +69,8 @@ class HeldBytes(NamedTuple):
     ends: int  # memory of the last blocks of all branches before the first backward
     before: int  # `ends` plus the gradient of the trunk: in use while the branches run forward
     after: int  # weight gradients of the trunk (the blocks that join the branches), in use after its backward
-    turn: int  # gradients that the loss writes; 0 if there is a trunk
-    trunk_low: int  # least memory of the trunk
+    turn: int  # gradients that the loss writes; 0 if the branches end in further blocks (a trunk) instead
+    trunk_low: int  # least memory of the trunk (the blocks after the branches)
 
 
 class BranchStep(NamedTuple):
@@ -140,7 +140,7 @@ def build(join: Join, mem: int, slots: int) -> CanonicalTable:
 
 
 def _trunk(join: Join, trunk: Chain) -> Chain:
-    """Return the trunk as a chain whose input is the outputs of all branches, with their bytes and gradients."""
+    """Return the trunk (the blocks after the branches) as a chain whose input is the outputs of all branches."""
     ends = [branch.blocks[-1] for branch in join.branches]
     return replace(
         trunk,

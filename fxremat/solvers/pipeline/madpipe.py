@@ -47,7 +47,7 @@ Shorts = NDArray[np.int16]
 SECONDS_CELLS, BYTES_CELLS = 101, 21
 _TOLERANCE = 1e-2  # relative difference below which periods count as equal
 _MOST_FILLS = 40  # maximum number of times that the table is filled for one job
-# fractions of its memory that the special device may fill, in the order in which they are tried
+# fractions of its memory that the device which may run several stages may fill, in the order in which they are tried
 _SHARES = (1.0, 0.85, 0.7, 0.5)
 # periods to try, as fractions of the way from the hoped-for period to the best known one
 _LONGER = (0.0, 0.1, 0.25, 0.5)
@@ -57,9 +57,9 @@ class Cells(NamedTuple):
     """The best state for each [layers left, devices left, rounded seconds, rounded bytes], and the state before it."""
 
     delay: Floats
-    load: Floats  # exact seconds of the special device, which may have many stages
-    size: Floats  # exact bytes of the special device
-    # [..., 6]: cell of the preceding state, what the stage recomputes, whether it is on the special device
+    load: Floats  # exact seconds of the special device, the only one that may run several stages
+    size: Floats  # exact bytes of the special device (the one that may run several stages)
+    # [..., 6]: preceding cell, what the stage recomputes, is it on the special device (which may run several stages)
     back: Shorts
 
 
@@ -67,7 +67,7 @@ class Limits(NamedTuple):
     """The limits for one filling of the table."""
 
     memory: float  # bytes of each device
-    share: float  # fraction of the memory that the special device may fill
+    share: float  # fraction of its memory that the special device (of several stages) may fill
     spare: int  # number of micro-batches in flight that are optimistically not counted on the special device
     tick: float  # period in seconds
 
