@@ -688,7 +688,7 @@ def running_call() -> RunningCall | None:
             return RunningCall(frame, between)
         between.append(frame)
         if frame.f_code.co_filename == convert_frame.__file__:
-            between.clear()  # the frames so far belong to the compiler
+            between.clear()  # forget the frames found so far, which are those of dynamo itself
         frame = frame.f_back
     return None
 

@@ -146,7 +146,7 @@ class _Growing:
         )
 
     def _grow(self, values: Iterable[fx.Node]) -> None:
-        """Add to the region all ops that write or read these values, and the ops around large values that are then cut.
+        """Add to the region all ops that write or read these values; repeat for the large values that are sliced then.
         """
         queue = deque(values)
         while queue:

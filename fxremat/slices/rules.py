@@ -527,7 +527,7 @@ def _index(node: fx.Node, count: int) -> Iterator[Way]:
 def _beside(node: fx.Node, count: int, dims: Iterable[int], operands: Sequence[fx.Node]) -> Iterator[Way]:
     """Yield ways to slice ops that change some dimensions, along other dimensions that all tensors have.
 
-    The cut dimension is counted from the first if it precedes the changed ones, else from the last.
+    If the sliced dimension precedes the changed ones, tensors are aligned at their first dimension, else at the last.
     """
     outputs = [t for t in outputs_of(node) if t is not None]
     shape = list(shape_of(operands[0]))

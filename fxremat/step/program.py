@@ -22,7 +22,7 @@ from fxremat.step.layout import Layout
 
 
 class Role(Enum):
-    """What a step of a program does."""
+    """The kinds of steps in a program: run an op, copy to or from the host, or update a parameter."""
 
     FORWARD = "forward"  # the first execution of a forward op
     RECOMPUTE = "recompute"  # any later execution of a forward op

@@ -35,7 +35,7 @@ class Choice:
     """What is stored on the host: parameters with their optimizer state, and activations until the backward."""
 
     hosted: frozenset[int]  # parameters that are stored on the host
-    # parameters on the host that are not kept on the device between forward and backward either
+    # of these, the parameters that are also freed on the device between forward and backward (copied in twice a step)
     twice: frozenset[int] = frozenset()
     trips: tuple[RoundTrip, ...] = ()  # activations that are copied to the host until the backward
 
