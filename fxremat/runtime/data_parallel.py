@@ -82,7 +82,10 @@ def _checked(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost elements of nn.ModuleList and nn.Sequential that share no parameter with other modules."""
+    """Yield outermost elements of nn.ModuleList and nn.Sequential.
+
+    Elements without parameters, or that share one with a module outside of them, are left out.
+    """
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
