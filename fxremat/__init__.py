@@ -129,7 +129,7 @@ def simulate(
     )
 
 
-_LATER = {  # names that need torch or numba, and the module that each is imported from on first use
+_LATER = {  # public names that need torch or numba -> module that each is imported from on first use
     "capture": "fxremat.api",
     "CapturedStep": "fxremat.planning.captured_step",
     "compare": "fxremat.api",
@@ -154,7 +154,10 @@ _LATER = {  # names that need torch or numba, and the module that each is import
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name that needs torch or numba on its first use: a chain is read and simulated without either."""
+    """Import a name that needs torch or numba when it is first used.
+
+    Chains can be read and simulated without torch and numba installed.
+    """
     if name in _LATER:
         return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module 'fxremat' has no attribute {name!r}")

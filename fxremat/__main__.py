@@ -41,10 +41,10 @@ from fxremat.solvers.registry import JOINS, NAMES
 from fxremat.units import format_bytes, parse_bytes, shortened
 
 _T = TypeVar("_T")
-_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
-_LONGEST = 1000  # characters of a message at most
+_INTERRUPTED = 130  # exit status of an interrupted command, as in shells: 128 + SIGINT
+_LONGEST = 1000  # maximum number of characters of an error message
 _QUOTES = "\"'"
-_FLAGS = (  # a setting, as messages of the library name it, and the command's flag that sets it
+_FLAGS = (  # (a setting as the library's error messages spell it, the command-line flag that sets it)
     ('costs="H100"', "--device H100"),
     ('costs="estimate"', "--estimate"),
     ("costs: ", ""),
@@ -54,15 +54,15 @@ _FLAGS = (  # a setting, as messages of the library name it, and the command's f
 
 
 def entry() -> NoReturn:
-    """Run the console script `fxremat`: `main`, whose exit status the process ends with."""
+    """Run `main` and end the process with its exit status; the console script `fxremat` calls this."""
     status = main()
     if status == _INTERRUPTED:
-        os._exit(status)  # without waiting for work that other threads have begun
+        os._exit(status)  # ends the process without waiting for background threads
     sys.exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that these arguments give (None: those of the process), and return its exit status."""
+    """Run the command line `arguments` (None: those of the process) and return the exit status."""
     options: Collection[str] = ()
     try:
         args = _parser().parse_args(arguments)
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_of_the_model(error: Exception) -> bool:
-    """Tell whether an error is one that the model raises without fxremat, too; fxremat marks it with a note."""
+    """Tell whether the model raises this error without fxremat, too; fxremat adds a note to such errors."""
     if not getattr(error, "__notes__", ()):
         return False
     from fxremat.runtime.plain_errors import NOTE
@@ -89,7 +89,7 @@ def _is_of_the_model(error: Exception) -> bool:
 
 
 def _in_flags(text: str, options: Collection[str]) -> str:
-    """Rewrite a message of the library with the flags of the command: `--device H100` for `device="H100"`."""
+    """Replace Python settings in an error message by command-line flags: `device="H100"` by `--device H100`."""
     names, unlike_words = "|".join(options), "|".join(name for name in options if "_" in name) or "(?!)"
 
     def flag(match: re.Match[str]) -> str:
@@ -134,7 +134,7 @@ def _solve(args: argparse.Namespace) -> str:
 
 
 def _beside(work: Callable[[], _T]) -> _T:
-    """Return `work()`, run on a thread of its own, so that an interrupt need not wait until compiled code returns."""
+    """Run `work` on its own thread and return its result, so that Ctrl-C need not wait for compiled code to return."""
     done: Future[_T] = Future()
 
     def run() -> None:
@@ -165,7 +165,8 @@ def _plan(args: argparse.Namespace) -> str:
     _check_folder(args.report)
     _check_folder(args.save)
     factory = _read_factory(args.factory)
-    from fxremat.api import compare, plan  # imports torch, which the other commands do without
+    # imported only here since it imports torch, which the other commands do not need
+    from fxremat.api import compare, plan
     from fxremat.options import options_of
     from fxremat.settings import Offload
 
@@ -177,7 +178,7 @@ def _plan(args: argparse.Namespace) -> str:
         options["offload"] = Offload(limit=args.host_mem)
     devices: list[str] = [] if args.device is None else [name.strip() for name in args.device.split(",")]
     for device in devices or (_costs_here(args),):
-        options_of(**options, costs=device)  # before the factory, which may take a while
+        options_of(**options, costs=device)  # checks the options before the factory runs, which may take a while
     if args.largest is not None:
         if args.report is not None or args.save is not None or args.full:
             raise FxrematError("--largest prints sizes; --report, --save and --full are for the plan of one size")
@@ -199,12 +200,12 @@ def _plan(args: argparse.Namespace) -> str:
 
 
 def _costs_here(args: argparse.Namespace) -> str:
-    """Return how costs are found for the device that the model is on."""
+    """Return the `costs` setting for the model's own device: "estimate" if --estimate was given, else "measure"."""
     return "estimate" if args.estimate else "measure"
 
 
 def _search(args: argparse.Namespace) -> Any:
-    """Return the setting `Search` with the values of --effort and --slots, as far as they were given."""
+    """Return the `Search` settings that --effort and --slots give; settings that were not given have their defaults."""
     from fxremat.settings import Search
 
     given = {"seconds": args.effort, "slots": getattr(args, "slots", None)}
@@ -218,7 +219,7 @@ def _profile(args: argparse.Namespace) -> str:
     from fxremat.options import options_of
 
     options: dict[str, Any] = {"costs": args.device or _costs_here(args), "search": _search(args)}
-    options_of(mem="100%", **options)  # before the factory, which may take a while
+    options_of(mem="100%", **options)  # checks the options before the factory runs, which may take a while
     model, example_inputs = _made(factory, args.factory)
     found = _guarded(f"profiling {args.factory}", lambda: profile(model, example_inputs, **options))
     _write(args.report, found.to_html)
@@ -228,7 +229,8 @@ def _profile(args: argparse.Namespace) -> str:
 def _largest(
     args: argparse.Namespace, factory: Callable[..., Any], options: dict[str, Any], devices: list[str]
 ) -> str:
-    """Return a line for each device: the largest value of the factory's parameter with which the step fits there."""
+    """Return one line per device: the largest value of the factory's parameter (such as a batch size) that fits there.
+    """
     from fxremat.api import plan
     from fxremat.cost.devices import Device
     from fxremat.what_if import PlansOfSize, largest_on
@@ -247,7 +249,7 @@ def _largest(
     del options["mem"]
     if args.effort is None:
         options["search"] = replace(options["search"], seconds=0.0)
-    options["costs"] = _costs_here(args)  # `PlansOfSize` gives each device in its place
+    options["costs"] = _costs_here(args)  # `PlansOfSize` replaces this by each of the devices
 
     def make(size: int) -> tuple[Any, Any]:
         return _made(functools.partial(factory, **{name: size}), args.factory)
@@ -269,14 +271,14 @@ def _takes(factory: Callable[..., Any], name: str) -> bool:
     """Tell whether a factory has a parameter of this name."""
     try:
         return name in inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # no function, or one that is not written in Python
+    except (TypeError, ValueError):  # raised if `factory` is not a function, or not one written in Python
         return False
 
 
 def _made(factory: Callable[[], Any], name: str) -> tuple[Any, Any]:
-    """Return the (model, example inputs) that the user's factory returns; `name` is its name, for messages.
+    """Call the user's factory and return its (model, example inputs); `name` is the factory's name in messages.
 
-    Raises `FxrematError` where it fails, or returns anything else.
+    Raises `FxrematError` if the factory fails or returns anything else.
     """
     from torch import nn
 
@@ -290,9 +292,9 @@ def _made(factory: Callable[[], Any], name: str) -> tuple[Any, Any]:
 
 
 def _guarded(what: str, work: Callable[[], _T]) -> _T:
-    """Return `work()`, which runs the user's code; `what` begins the message of an error.
+    """Call `work`, which runs the user's code, and return its result.
 
-    Raises `FxrematError` for any error, with the file and line where it was raised.
+    Raises `FxrematError` for any error of `work`; the message begins with `what` and names the file and line.
     """
     try:
         return work()
@@ -307,7 +309,10 @@ def _guarded(what: str, work: Callable[[], _T]) -> _T:
 
 
 def _check_folder(path: str | None) -> None:
-    """Raise `FxrematError` if the folder of a file to be written does not exist; None: no file is asked for."""
+    """Raise `FxrematError` if the folder that is to contain the output file `path` does not exist.
+
+    None: no output file.
+    """
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise FxrematError(f"cannot write {path}: there is no folder {Path(path).absolute().parent}")
 
@@ -362,7 +367,7 @@ def _pipeline(args: argparse.Namespace) -> str:
 
 
 def _opt(args: argparse.Namespace) -> str:
-    """Plan the graph of a file, and print or write what the plan makes of it."""
+    """Plan the fx graph in a text file, and print the plan, or write the planned graph to the output file."""
     _check_folder(args.output)
     try:
         text = Path(args.graph).read_text(encoding="utf-8")
@@ -393,7 +398,7 @@ def _summary(timeline: Timeline | JoinTimeline) -> str:
 
 
 def _listed(timeline: JoinTimeline) -> str:
-    """List the ops of a join with their memory, as `str` of a chain's timeline does."""
+    """Format the ops of a join of chains, one per line with the memory in use, like `str` of a chain's timeline."""
     ops = [str(op) for op in timeline.schedule.ops]
     lines = [f"peak {format_bytes(timeline.peak)}, time {timeline.time:.6g} s, {len(ops)} operations"]
     for op, memory in zip(ops, timeline.memory, strict=True):
@@ -417,7 +422,7 @@ def _read_model(path: str) -> Chain | Join:
 def _has_branches(text: str) -> bool:
     try:
         data = json.loads(text)
-    except (ValueError, RecursionError):  # `Chain.from_json` has a better message
+    except (ValueError, RecursionError):  # ignored here: `Chain.from_json` raises an error with a better message
         return False
     return isinstance(data, dict) and "branches" in data
 
@@ -431,7 +436,7 @@ def _read_factory(name: str) -> Callable[[], Any]:
     sys.path.insert(0, "")
     try:
         factory: Callable[[], Any] = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever the module does when it is imported
+    except Exception as error:  # importing the user's module may raise anything
         raise FxrematError(f"cannot import {shortened(name)}: {type(error).__name__}: {error}") from error
     return factory
 

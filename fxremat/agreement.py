@@ -49,15 +49,15 @@ from fxremat.torch_private import store_of_job
 
 T = TypeVar("T")
 
-PAUSES = 0.001, 0.05  # seconds between two checks of a key: the first, and the longest
-WATCHED = 16  # awaited ranks whose heartbeats are read at a time
-PART = 1 << 20  # bytes under one key; TCPStore takes 8 MiB at most
+PAUSES = 0.001, 0.05  # seconds between two checks whether a key exists: at first, and at most
+WATCHED = 16  # number of awaited ranks whose heartbeats are read at a time
+PART = 1 << 20  # maximum bytes stored under one key; TCPStore allows 8 MiB
 
 
 @dataclass
 class _Call(Call):
-    what: str = ""  # what the ranks do together; completes "while ..." in messages
-    keys: list[str] = field(default_factory=list)  # keys of the parts of large data that this rank wrote or read
+    what: str = ""  # what the ranks do in this call, such as "planning together"; error messages say "while ..."
+    keys: list[str] = field(default_factory=list)  # keys under which this rank wrote or read the parts of large data
 
     def key(self, rank: int) -> str:
         return f"{self.name}/{rank}"
@@ -71,25 +71,25 @@ class _Call(Call):
         return f"{self.name}/left"
 
 
-# --- ranks that can still come
-# -----------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Seen:
-    """The last observation of an awaited rank, and its time: times are seconds since the wait began."""
+    """The last heartbeat of an awaited rank and what it shows; times are in seconds since the wait began."""
 
     beat: Heartbeat | None = None
-    heard: float = 0.0  # when the heartbeat was new
-    hindrance: str = ""  # the reason that keeps the rank from coming, if it lasts
-    since: float = 0.0  # when the hindrance began
-    idle: float = 0.0  # seconds during which the rank has neither come nor worked in a call
+    heard: float = 0.0  # time at which the heartbeat last changed
+    # error message for a state in which the rank cannot come, raised if the state lasts; "": no such state
+    hindrance: str = ""
+    since: float = 0.0  # time at which `hindrance` was first seen
+    idle: float = 0.0  # seconds in which the rank has neither come to the call nor worked in another one
 
 
 class _Lookout:
-    """An estimate, from heartbeats, of whether the ranks that `call` waits for can still come.
+    """Watch the heartbeats of the ranks that `call` waits for, and tell whether they can still come.
 
-    Only the time during which this rank checks is counted: if it was stopped itself, others do not count as silent.
+    Only the time in which this rank checks is counted: if this process was stopped for a while, other ranks do
+    not count as silent.
     """
 
     def __init__(self, call: _Call, rank: int, step: int, patience: float) -> None:
@@ -98,7 +98,10 @@ class _Lookout:
         self._seen: dict[int, _Seen] = {}
 
     def look(self, seconds: float, beats: Mapping[int, Heartbeat | None]) -> None:
-        """Record heartbeats, `seconds` after the last ones. Raises FxrematError if a rank cannot come any more."""
+        """Record the ranks' heartbeats `seconds` after the previous ones.
+
+        Raise `FxrematError` if a rank cannot come any more.
+        """
         self._clock += seconds
         for rank, beat in beats.items():
             self._note(self._seen.setdefault(rank, _Seen(since=self._clock)), rank, beat, seconds)
@@ -134,7 +137,7 @@ class _Lookout:
             seen.hindrance, seen.since = hindrance, self._clock
 
     def _hindrance(self, rank: int, beat: Heartbeat) -> str:
-        if beat.inside and beat.step >= self._step:  # a rank that is in an earlier step comes later
+        if beat.inside and beat.step >= self._step:  # a rank that is still in an earlier step can come later
             return (
                 f"rank {rank} trains on with an earlier plan while rank {self._rank} has to plan for new shapes: "
                 "give every rank inputs of the same shapes (pad, or drop_last)"
@@ -159,11 +162,10 @@ def _named(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
-# --- agreements -------------------------------------------------------------------------------------------------------
 
 
-_agreements: Counter[str] = Counter()  # number of agreements of each name in this process
-_failures: Counter[str] = Counter()  # number of steps that had failed here when the latest agreement of a name began
+_agreements: Counter[str] = Counter()  # name -> number of agreements of that name begun in this process
+_failures: Counter[str] = Counter()  # name -> `status.failures` when the latest agreement of that name began
 
 
 class Agreement:
@@ -194,10 +196,10 @@ class Agreement:
         self._name = f"{ROOM}/{name}#{_agreements[name]}"
 
     def _missed(self, name: str) -> int:
-        """Count the next agreements of this name that have ended with an error and without this rank.
+        """Count the agreements of this name that other ranks began, and that failed, before this rank came.
 
-        Return 0 if no step has failed on this rank since its last agreement of this name: then it has missed none, and
-        the errors of other ranks are meant for it.
+        Return 0 if no step has failed on this rank since its last agreement of this name: then it has missed
+        none, and it must see the errors of the other ranks.
         """
         before, _failures[name] = _failures[name], status.failures
         if before == status.failures:
@@ -207,7 +209,8 @@ class Agreement:
             ended = (store.check([f"{ROOM}/{name}#{number}/failed"]) for number in itertools.count(_agreements[name]))
             return sum(1 for _ in itertools.takewhile(bool, ended))
 
-        with contextlib.suppress(StoreGone):  # the first call will report it
+        # if the store cannot be reached, the first call of a method raises an error
+        with contextlib.suppress(StoreGone):
             return self._messenger.ask(count)
         return 0
 
@@ -224,13 +227,13 @@ class Agreement:
         return [value if rank == self.rank else others[rank] for rank in self.ranks]
 
     def meet(self, what: str) -> None:
-        """Wait for all ranks, before a collective that would otherwise wait for ever for a rank that has failed."""
+        """Wait until all ranks have come, before a collective that would wait for ever for a failed rank."""
         self.gathered(None, what)
 
     def maximum(self, numbers: Sequence[float], what: str = "planning together") -> list[float]:
-        """Return, for each position, the largest of the numbers that the ranks have there.
+        """Return the elementwise maximum of the lists that the ranks pass.
 
-        `what` completes "while ..." in messages. Raises `FxrematError` if ranks have different counts of numbers.
+        `what` completes "while ..." in error messages. Raises `FxrematError` if the lists differ in length.
         """
         rows = self.gathered(list(numbers), what)
         if len({len(row) for row in rows}) > 1:
@@ -293,10 +296,9 @@ class Agreement:
         if len(self.ranks) == 1:
             return
         failure = pickle.dumps(self._for_others(error, what))
-        with contextlib.suppress(StoreGone):  # without a store, the others are alone as well
+        with contextlib.suppress(StoreGone):  # without a store the other ranks end with an error of their own
             self._messenger.ask(lambda store: _set_once(store, self._failed, failure))
 
-    # --- calls
 
     @property
     def _failed(self) -> str:
@@ -304,7 +306,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def _call(self, method: str, what: str) -> Iterator[_Call]:
-        """Make one call on this rank; an error inside of it ends the agreement on all ranks."""
+        """Enter one call of a method on this rank; an error inside of the context ends the agreement on all ranks."""
         call = _Call(f"{self._name}/{next(self._calls)}/{method}", what=what)
         heartbeat.calls.append(call)
         try:
@@ -322,7 +324,7 @@ class Agreement:
             heartbeat.calls.remove(call)
 
     def _leave(self, call: _Call) -> None:
-        """Count this rank among those that have read all they need of a call; the last one deletes the call's keys."""
+        """Record that this rank has read all it needs of a call; the last rank deletes the keys of the call."""
         keys = {*call.keys, *map(call.key, self.ranks), call.failed, call.left}
 
         def leave(store: Store) -> None:
@@ -330,11 +332,12 @@ class Agreement:
                 for key in keys:
                     store.delete_key(key)
 
-        with contextlib.suppress(StoreGone):  # the next call will report it; this one has what it needs
+        # this call is complete; the next call raises an error if the store is gone
+        with contextlib.suppress(StoreGone):
             self._messenger.ask(leave)
 
     def _write(self, call: _Call, data: bytes) -> None:
-        """Write data under this rank's key of a call; more than `PART` bytes go, in parts, to keys of their own."""
+        """Write data under this rank's key of a call; data of more than `PART` bytes is split over several keys."""
         key = call.key(self.rank)
         if len(data) <= PART:
             self._messenger.set(key, b"whole " + data)
@@ -393,7 +396,6 @@ class Agreement:
         if failure is not None:
             raise pickle.loads(failure)
 
-    # --- errors, as other ranks get them
 
     def _for_others(self, error: BaseException, what: str) -> BaseException:
         """Return this rank's error as other ranks raise it: an FxrematError that names the rank.
@@ -415,7 +417,7 @@ def _tried(function: Callable[[], T]) -> tuple[list[T], BaseException | None]:
     """Run a function; return ([its result], None) if it succeeds, ([], the error) if it fails."""
     try:
         return [function()], None
-    except BaseException as error:  # an interrupted rank tells the others, too, before it ends
+    except BaseException as error:  # also KeyboardInterrupt, which is reported to the other ranks
         return [], error
 
 

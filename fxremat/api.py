@@ -31,7 +31,7 @@ from fxremat.step.step_graph import StepGraph
 from fxremat.what_if import Comparison, Devices, compared
 
 
-def compile(  # the name users know from torch.compile
+def compile(  # users know the name from torch.compile
     model: nn.Module,
     mem: int | str | None = None,
     *,
@@ -39,38 +39,38 @@ def compile(  # the name users know from torch.compile
     solver: str = "auto",
     **options: Unpack[CompileOptions],
 ) -> Rematerialized:
-    """Make training of a model fit into `mem`, with the gradients it has today.
+    """Return a module that trains `model` within a memory budget, with unchanged gradients.
 
     Args:
         model: any module that torch.compile can capture, as one graph or several. It is not changed.
         mem: the peak of bytes allocated on the model's device during forward and backward, above what was allocated
-            when forward began, with every `.grad` None then: an int (bytes), "4GiB", "300MB", "60%" of the peak
-            without any recomputation, or "auto" (CUDA: what is free). It may be left out where `plan` is passed.
+            when the forward began with every `.grad` None: an int (bytes), "4GiB", "300MB", "60%" of the peak
+            without any recomputation, or "auto" (on CUDA: the free memory). Not required if `plan` is passed.
         example_inputs: plan now, for these inputs: a tuple of positional arguments, a dict of keyword arguments, or
-            one tensor. None: plan at the first training call. Other sizes are planned when they come.
-        solver: "auto", or one by name: docs/solvers.md lists them.
-        options: `fxremat.options.Options` says what each may be.
-            plan        one that `plan.save` wrote, or its file: nothing is planned
-            dynamic     sizes of the inputs that change, as in torch.compile, or their ranges: docs/shapes.md
-            offload     values, and with Offload(weights=True) parameters, may wait on the host
-            slices      regions of the model may run in slices: docs/slices.md
-            backend     "inductor" compiles regions of the step: docs/kernels.md
-            optimizer   runs in the step, where parameters may live on the host
-            costs       "estimate" measures nothing
-            loss        what a loss outside the model allocates
-            search      how long programs are searched for
-            method      the method that training calls, where it is not `forward`
-            fullgraph   True: a model that is not one graph is an error. False: docs/graphs.md
+            one tensor. None: plan at the first training call. Inputs of other sizes are planned when they are passed.
+        solver: "auto", or the name of a solver in docs/solvers.md.
+        options: see `fxremat.options.Options`.
+            plan        a plan saved by `plan.save`, or its path; it is used instead of planning
+            dynamic     which input sizes may change, as in torch.compile, or their ranges: docs/shapes.md
+            offload     whether activations (Offload(weights=True): also parameters) may be stored on the host
+            slices      whether groups of ops may run in slices of the batch or sequence: docs/slices.md
+            backend     "inductor" compiles groups of ops: docs/kernels.md
+            optimizer   the optimizer that the step runs, if parameters may be on the host
+            costs       "measure" runs ops to measure them; "estimate" does not
+            loss        bytes that a loss outside the model allocates
+            search      limits of the search for plans
+            method      the method that training calls, if it is not `forward`
+            fullgraph   True: raise if the model is not one graph. False: docs/graphs.md
 
     Returns:
-        an instance of the model's own class that shares all its state; `.plan` says what it does (None before it is
-        planned). eval() and no_grad() calls run the plain model.
+        an instance of the model's class that shares the model's state; `.plan` is the plan (None before planning).
+        Calls in eval mode or under no_grad() run the plain model.
 
     Raises:
-        BudgetTooSmall: nothing fits; `.minimum` is what would. At the call whose sizes are planned, before it runs.
-        CaptureError: the model is not one graph, and an option needs that it is; names the line.
-        InvalidBudget: `mem` has another form, or neither it nor `plan` is passed.
-        PlanMismatch: `plan` belongs to another step, device or PyTorch, and no `mem` is passed to make another.
+        BudgetTooSmall: no plan fits; `.minimum` is the least budget that works. Raised when the plan is made.
+        CaptureError: the model is not one graph, and an option requires that; the message names the line.
+        InvalidBudget: `mem` has an invalid form, or neither `mem` nor `plan` is passed.
+        PlanMismatch: `plan` belongs to another step, device or PyTorch, and `mem` is not passed.
     """
     module = drop_in(_checked(model), options_of(mem=mem, solver=solver, **options))
     if example_inputs is not None:
@@ -91,9 +91,9 @@ def plan(
 ) -> Plan:
     """Return the plan that `compile` would make for these inputs; the model is neither run nor changed.
 
-    Arguments and errors are those of `compile`. With costs="estimate" no op is run either, and costs="H200" plans for
-    a device that this machine lacks: docs/what-if.md says what is assumed of it. The model's parameters and buffers,
-    and the inputs, may then be on the meta device, or fake tensors.
+    Arguments and errors are those of `compile`. With costs="estimate", or for a device that this machine lacks
+    (costs="H200"; docs/what-if.md tells what is assumed of it), single ops do not run either. The model's
+    parameters and buffers, and the inputs, may then be meta tensors or fake tensors.
     """
     return _plan(_checked(model), _split(example_inputs), mem=mem, solver=solver, **options)
 
@@ -107,18 +107,18 @@ def compare(
     solver: str = "auto",
     **options: Unpack[PlanOptions],
 ) -> Comparison:
-    """Plan the step for several devices by estimate; the model is neither run nor changed. It prints as a table.
+    """Estimate the plans of a step for several devices; the model is neither run nor changed.
 
         fxremat.compare(model, (x,), ["A100", "H200"], mem="auto")       does it fit, and how fast is it?
 
     Args:
-        devices: names of known devices, or `fxremat.Device`s; `fxremat devices` lists those that are known.
-        mem: the budget on each of them; "auto" is what each has left.
+        devices: names of known devices, or `fxremat.Device`s; `fxremat devices` lists the known ones.
+        mem: the budget on each device; "auto": the memory that is left there.
         model, example_inputs, solver, options: as those of `plan`, except for `costs`.
 
     Raises:
-        BudgetTooSmall: nothing fits into a budget in bytes or percent.
-        FxrematError: `devices` is empty, or has one that is not known.
+        BudgetTooSmall: no plan fits into a budget given in bytes or percent.
+        FxrematError: `devices` is empty, or contains an unknown name.
     """
     if "costs" in options:
         raise FxrematError("compare estimates for its devices; leave costs out")
@@ -139,14 +139,14 @@ def capture(
     """Capture forward and backward of a model as one graph, and measure its ops; the model is neither run nor changed.
 
         step = fxremat.capture(model, (x,))
-        step.frontier                        what memory buys
+        step.frontier                        time of a step for each amount of memory
         plan = step.plan("60%")              nothing is captured or measured again
-        step.at(tokens=300).plan("60%")      for other sizes, where it was captured with dynamic=...
+        step.at(tokens=300).plan("60%")      for other input sizes, if captured with dynamic=...
 
-    A graph of torch.fx that has a backward already is read as it is: the graph of a full step, whose backward is marked
-    (`fxremat.passes.step_pass` says how), or, with `num_fwd_outputs`, a joint graph of AOTAutograd. Costs are then
-    estimates, unless costs="measure" is passed. The graph of a forward alone is a model like any other. A `StepGraph`,
-    such as one that another framework wrote as JSON, is planned as numbers; `costs` is then a function of an op.
+    An fx graph that contains a backward is not captured again: the graph of a full step, whose backward nodes are
+    marked (see `fxremat.passes.step_pass`), or, with `num_fwd_outputs`, a joint graph of AOTAutograd. Costs are then
+    estimated, unless costs="measure" is passed. An fx graph of a forward alone is treated as a model. A `StepGraph`,
+    such as one that another framework wrote as JSON, can be planned but not run; `costs` is then a function of an op.
 
     Args:
         model, example_inputs, options: as those of `plan`; the step's plans take them from here.
@@ -154,8 +154,8 @@ def capture(
         mem: the budget of `step.plan()`.
 
     Raises:
-        CaptureError: the model is not one graph; names the line. A graph has a node that cannot be planned, which is
-            named; or it has no backward, and there are no inputs to differentiate it with.
+        CaptureError: the model is not one graph (the message names the line); a graph has a node that cannot be
+            planned (the message names it); or it has no backward, and no example inputs are given.
     """
     if isinstance(model, StepGraph):
         seconds: Any = options.pop("costs", None)
@@ -181,11 +181,11 @@ def profile(
     loss: int | str | Loss | None = None,
     search: Search | None = None,
 ) -> Profile:
-    """Find where the memory of a training step goes with no budget, and what would save most.
+    """Find where the memory of a training step without a budget goes, and what would save most.
 
-    The step is captured, with these sizes, and its ops are measured as `plan` does it; the model is neither run nor
-    changed. It is about as slow as three plans, each of `search.seconds`: recomputation, offloading and slices are
-    tried on the captured step.
+    The step is captured for these input sizes, and its ops are measured as `plan` does it; the model is neither
+    run nor changed. It takes about as long as three plans, each of `search.seconds`: recomputation, offloading
+    and slices are tried on the captured step.
 
     Args:
         model: any module that torch.compile can capture as one graph, in training mode.
@@ -193,7 +193,7 @@ def profile(
         costs, loss, search: as those of `plan`.
 
     Raises:
-        CaptureError: the model is not one graph; names the line.
+        CaptureError: the model is not one graph; the message names the line.
     """
     call = _split(example_inputs)
     plan = _plan(

@@ -1,4 +1,4 @@
-"""Free memory of a device, minus a margin: the bytes of mem="auto"."""
+"""Computes the budget of mem="auto" in bytes: the free memory of a device, minus a margin."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from fxremat.device import Ability, kind_of
 from fxremat.errors import InvalidBudget
 from fxremat.torch_private import allocates_in_expandable_segments
 
-AUTO_MARGIN = 0.05  # share of the free memory that mem="auto" does not use, if segments are expandable
-BLOCKS_MARGIN = 0.2  # that share if segments are not expandable: the allocator then reserves up to a third too much
-LEAST_MARGIN = 40 * 2**20  # bytes that "auto" leaves at least: two segments of large blocks of CUDA's allocator
-FRAGMENTS = 1.5  # times the bytes of the largest tensor: what may be free in pieces that are too small for it
-SHRUNK = 0.97  # times the bytes that were free at planning: if fewer are free now, "auto" is planned again
+# fraction of the free memory that mem="auto" leaves unused if the allocator's segments are expandable
+AUTO_MARGIN = 0.05
+# the fraction if the allocator's segments are not expandable: it then reserves up to a third too much
+BLOCKS_MARGIN = 0.2
+# minimum bytes that mem="auto" leaves unused: two segments of large blocks of CUDA's allocator
+LEAST_MARGIN = 40 * 2**20
+# multiple of the largest tensor's bytes that may be free only in pieces which are too small for that tensor
+FRAGMENTS = 1.5
+# if less than this fraction of the bytes that were free at planning is free now, mem="auto" is planned again
+SHRUNK = 0.97
 
 
 def free_bytes(device: torch.device, largest: int) -> int:
-    """Return the bytes that a device has free now, including what torch's allocator has reserved, minus a margin.
+    """Return the bytes that are free on a device now, with those PyTorch's allocator reserves, minus a margin.
 
     Args:
-        largest: bytes of the step's largest tensor, which does not fit into smaller free pieces.
+        largest: bytes of the step's largest tensor. Free pieces smaller than that may be of no use.
 
     Raises:
-        InvalidBudget: the device does not tell how much is free.
+        InvalidBudget: PyTorch cannot tell how much memory of this device is free.
     """
     if not (kind := kind_of(device)).can(Ability.FREE):
         raise InvalidBudget(

@@ -1,4 +1,4 @@
-"""The kinds of devices: what each can do, and how PyTorch is called for it.
+"""Describes the kinds of devices (CPU, CUDA, ROCm, XPU, MPS): their abilities, and how PyTorch is called for each.
 
     kind_of(torch.device("cuda", 0)).synchronize(device)      waits for the device; a CPU needs no waiting
     kind_of(torch.device("mps")).require(Ability.PINNED)      raises: PyTorch has no pinned host memory for MPS devices
@@ -40,15 +40,17 @@ class Kind:
     """A kind of device, such as CUDA: what its devices can do, and the calls of PyTorch that do it."""
 
     type: str  # `torch.device.type`, such as "cuda"
-    name: str  # the name in messages
+    name: str  # name of the kind of device in messages, such as "CUDA"
     abilities: frozenset[Ability] = frozenset()
-    accelerator: bool = True  # runs asynchronously to the host, which has to wait for it
-    of_cuda: bool = False  # `torch.backends.cuda` and `.cudnn` control its kernels, and it has CUDA's caching allocator
-    recorded: bool = False  # autograd's profiler records each of its allocations
-    block: int = 1  # the allocator rounds sizes up to multiples of this many bytes
-    unsplit: int = 0  # bytes that the allocator may leave unused at the end of a block for a tensor larger than that
-    doubles: bool = True  # computes in float64
-    in_triton: bool = False  # Inductor's kernels for it draw their own random numbers
+    accelerator: bool = True  # its devices run asynchronously to the host, which has to synchronize with them
+    # `torch.backends.cuda` and `.cudnn` configure its kernels, and CUDA's caching allocator allocates its
+    # memory
+    of_cuda: bool = False
+    recorded: bool = False  # autograd's profiler records each allocation on it
+    block: int = 1  # the allocator rounds sizes up to a multiple of this many bytes
+    unsplit: int = 0  # the allocator does not split off the rest of a block if the rest has at most this many bytes
+    doubles: bool = True  # supports float64
+    in_triton: bool = False  # Inductor's Triton kernels on it generate their own random numbers
 
     def can(self, *abilities: Ability) -> bool:
         """Tell whether the devices of this kind have all of these abilities."""
@@ -66,7 +68,7 @@ class Kind:
 
     @property
     def metered(self) -> bool:
-        """True if the memory that a call needs can be measured."""
+        """True if PyTorch can tell how many bytes are allocated during a call on such a device."""
         return self.recorded or self.can(Ability.STATISTICS)
 
     def is_available(self) -> bool:
@@ -74,17 +76,19 @@ class Kind:
         return not self.accelerator or bool(self._module.is_available())
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return a context in which `device` is PyTorch's current device; it does nothing for a CPU or no index."""
+        """Return a context in which `device` is the current device of PyTorch.
+
+        The context does nothing for a CPU, or for a device without an index.
+        """
         if not self.accelerator or device.index in (None, torch.accelerator.current_device_index()):
             return contextlib.nullcontext()
         return torch.accelerator.device_index(device.index)
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait until the device has done all that it was given."""
+        """Wait until the device has finished all its pending work."""
         if self.accelerator:
             torch.accelerator.synchronize(device)
 
-    # --- memory ---
 
     def allocated(self, device: torch.device) -> int:
         """Return the bytes of tensors on the device now."""
@@ -92,7 +96,7 @@ class Kind:
         return int(torch.accelerator.memory_allocated(device))
 
     def most_allocated(self, device: torch.device) -> int:
-        """Return the most bytes of tensors on the device at a time since `forget_most`, or the user, reset the peak."""
+        """Return the peak of allocated bytes on the device since `forget_most`, or the user, reset it."""
         self.require(Ability.STATISTICS)
         return int(torch.accelerator.max_memory_allocated(device))
 
@@ -107,7 +111,6 @@ class Kind:
         free, _ = torch.accelerator.get_memory_info(device)
         return int(free + torch.accelerator.memory_reserved(device) - self.allocated(device))
 
-    # --- streams and events ---
 
     def stream(self, device: torch.device) -> torch.Stream:
         """Return a stream of the device that runs concurrently with the current one."""
@@ -135,7 +138,6 @@ class Kind:
         with self.current(device):
             return torch.empty(elements, dtype=dtype, pin_memory=True)
 
-    # --- random numbers ---
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the generator that ops on the device draw from."""
@@ -170,36 +172,36 @@ CUDA = Kind(
     unsplit=2**20,
     in_triton=True,
 )
-ROCM = replace(CUDA, name="ROCm")  # hipBLAS and MIOpen are controlled by the settings of cuBLAS and cuDNN
+ROCM = replace(CUDA, name="ROCm")  # PyTorch's settings for cuBLAS and cuDNN configure hipBLAS and MIOpen
 XPU = Kind(
     type="xpu",
     name="XPU",
     abilities=frozenset(Ability),
-    block=512,  # as in c10/xpu/XPUCachingAllocator.cpp, which has the sizes of CUDA's
+    block=512,  # as in c10/xpu/XPUCachingAllocator.cpp, which uses the sizes of CUDA's allocator
     unsplit=2**20,
-    doubles=False,  # some devices can
+    doubles=False,  # only some XPU devices support float64
     in_triton=True,
 )
 MPS = Kind(type="mps", name="MPS", doubles=False)
 
 KINDS = {kind.type: kind for kind in (CPU, ROCM if torch.version.hip else CUDA, XPU, MPS)}
-"""The kinds of devices that a step can be planned for, by the type of their `torch.device`."""
+"""Kinds of devices that steps can be planned for: `torch.device.type` -> `Kind`."""
 
 
 def kind_of(device: torch.device) -> Kind:
-    """Return the kind of a device; a kind without abilities for a device that is not planned for, such as meta."""
+    """Return the kind of a device; for an unsupported one, such as meta, a kind without any abilities."""
     return KINDS.get(device.type) or Kind(type=device.type, name=device.type, accelerator=False)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device's hardware, such as the model of the GPU; measured costs are stored under it."""
+    """Return the name of a device's hardware, such as the GPU model. Measured costs are stored under this name."""
     kind = kind_of(device)
     if not kind.accelerator:
         return cpu_name()
-    named = getattr(torch.get_device_module(device), "get_device_name", None)  # MPS has none
+    named = getattr(torch.get_device_module(device), "get_device_name", None)  # torch.mps has no `get_device_name`
     return str(named(device)) if named else kind.name
 
 
 def accelerates(device: torch.device) -> bool:
-    """Tell whether a device runs asynchronously to the host: an accelerator, and no CPU."""
+    """Tell whether a device is an accelerator, which runs asynchronously to the host."""
     return kind_of(device).accelerator

@@ -1,4 +1,4 @@
-"""Every error of the library: what happened, with which numbers, and what would work."""
+"""The exceptions that fxremat raises; each message tells what happened, with numbers, and what would work."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class BudgetTooSmall(FxrematError):
     minimum: int
     budget: int
     unit: str
-    note: str  # what else would help; "": nothing is known
-    share: float | None  # the budget in percent of `whole`; None: the user gave it in bytes
-    whole: int | None  # bytes at the peak of a step that recomputes nothing (keep-all), which percentages refer to
-    reason: str  # what needs the minimum, to follow "there, "; "": nothing is known
+    note: str  # advice that ends the message; "": there is none
+    share: float | None  # the budget in percent of `whole`; None: the user gave bytes
+    whole: int | None  # peak bytes of the step without any recomputation, which budgets in percent refer to
+    reason: str  # what needs `minimum` bytes, a clause such as "x is computed" after "there, "; "": unknown
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class BudgetTooSmall(FxrematError):
     def explained(
         self, *, share: float | None = None, whole: int | None = None, reason: str = "", note: str = ""
     ) -> BudgetTooSmall:
-        """Return a copy of this error with the fields that are given: see the comments at the fields.
+        """Return a copy of this error in which the given fields are replaced.
 
-        Those that are None or "" stay as they are.
+        Fields that are None or "" keep their values.
         """
         return BudgetTooSmall(
             self.minimum,
@@ -67,7 +67,8 @@ class BudgetTooSmall(FxrematError):
         if self.share is None or not self.whole:
             return None
         tenths = -(-self.minimum * 1000 // self.whole)
-        while int(self.whole * (tenths / 10) / 100) < self.minimum:  # in floats, as a budget in percent is computed
+        # rounded in floating point in the same way as a budget in percent
+        while int(self.whole * (tenths / 10) / 100) < self.minimum:
             tenths += 1
         return tenths / 10
 
@@ -82,7 +83,7 @@ class BudgetTooSmall(FxrematError):
 
 
 class InvalidSchedule(FxrematError):
-    """A schedule that cannot be read, or that runs an operation before its needs are stored."""
+    """A schedule that cannot be parsed, or that runs an op before the tensors it needs are stored."""
 
 
 class InvalidChain(FxrematError, ValueError):

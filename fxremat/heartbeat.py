@@ -1,4 +1,4 @@
-"""The heartbeat of this process, which shows the other ranks of the job what it is doing, and its access to the store.
+"""The heartbeat of this process, which tells the other ranks of a job what it is doing, and access to the job's store.
 
 Each process has one thread, the messenger, which alone talks to the key-value store of the job: a store that does not
 answer blocks no other thread, and the heartbeat continues while others work. It has a connection of its own if the
@@ -29,25 +29,27 @@ from fxremat.torch_private import own_connection, store_of_job
 T = TypeVar("T")
 Store: TypeAlias = Any  # torch.distributed.Store, which type checkers do not find
 
-SILENT = 15.0  # seconds after which a rank whose heartbeat stands still counts as gone
+SILENT = 15.0  # seconds without a new heartbeat after which a rank counts as gone
 BEAT = 2.0  # seconds between two heartbeats
-ROOM = "fxremat"  # the prefix of every key
+ROOM = "fxremat"  # prefix of every key in the store
 
 
-# --- the state of a process -------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Status:
-    """The state of training in this process: the code that runs steps sets it, and the heartbeat sends it.
+    """The state of training in this process.
 
-    `step` is the number of the forward that runs or is being planned for, so it is set before planning begins; `inside`
-    holds while the planned forward or backward of that step runs, `failed` from its error to the next step.
+    The code that runs steps sets it, and the heartbeat sends it to other ranks.
+
+    `step` is the number of the latest forward, set before that forward is planned. `inside` is True while the
+    planned forward or backward of that step runs. `failed` is set from an error of the step until the next step
+    begins.
     """
 
     step: int = 0
     inside: bool = False
-    failed: str = ""  # the first line of the error that the latest step ended with
+    failed: str = ""  # first line of the error that ended the latest step; "": no error
     failures: int = 0  # the number of steps that have failed so far
 
 
@@ -66,9 +68,9 @@ class Heartbeat:
     number: int
     step: int
     inside: bool
-    call: str  # the name of the call of an `Agreement` that the rank is in; "": none
-    waits_for: tuple[int, ...]  # ranks that have not come to the call yet; empty while the rank works itself
-    failed: str = ""  # the first line of the error that its latest step ended with, until the next one begins
+    call: str  # name of the `Agreement` call that this rank is in; "": it is in none
+    waits_for: tuple[int, ...]  # ranks that this rank waits for in that call; empty while it does work of its own
+    failed: str = ""  # first line of the error that ended the rank's latest step, until its next step begins
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -81,13 +83,13 @@ class Heartbeat:
 
 @dataclass
 class Call:
-    """A call of a method of an `Agreement` that this process is in."""
+    """A running call of a method of an `Agreement`, in which ranks of the job wait for each other."""
 
-    name: str  # equal on all ranks
+    name: str  # the same on all ranks
     waits_for: tuple[int, ...] = ()  # ranks that have not come to the call yet
 
 
-calls: list[Call] = []  # the innermost last
+calls: list[Call] = []  # the calls that this process is in, innermost last
 
 
 def _heartbeat(number: int) -> Heartbeat:
@@ -112,11 +114,10 @@ def _pulse(rank: int) -> str:
     return f"{ROOM}/heartbeat/{rank}"
 
 
-# --- the messenger ----------------------------------------------------------------------------------------------------
 
 
 class StoreGone(Exception):
-    """The store cannot be reached; the message says how that was noticed."""
+    """Error: the store cannot be reached. The message says how that was noticed."""
 
 
 class Messenger(threading.Thread):
@@ -133,20 +134,21 @@ class Messenger(threading.Thread):
         self._rank = rank
         self._asked: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
         self._asked = queue.SimpleQueue()
-        self._gone = ""  # the reason why the thread has stopped
+        self._gone = ""  # why the messenger thread has stopped; "": it is running
         self._beats = itertools.count()
 
     def serves(self, store: Store) -> bool:
         return self.is_alive() and not self._gone and self._default() is store
 
     def ask(self, work: Callable[[Store], T]) -> T:
-        """Return `work(store)`, run on this thread; it must wait for nothing but the store.
+        """Run `work(store)` on the messenger's thread and return its result.
 
-        Raises `StoreGone` if the store fails, or does not answer within `SILENT` seconds.
+        `work` must wait for nothing but the store. Raises `StoreGone` if the store fails, or does not answer
+        within `SILENT` seconds.
         """
         answer: Future[T] = Future()
         self._asked.put((work, answer))
-        if self._gone:  # the messenger may not see this request any more
+        if self._gone:  # the thread may have ended before it could see this request
             self._refuse_all()
         try:
             return answer.result(timeout=SILENT)
@@ -161,11 +163,11 @@ class Messenger(threading.Thread):
         self.ask(lambda store: store.set(key, value))
 
     def tell(self) -> None:
-        """Send a heartbeat at once, even if the process is about to end; this does not wait."""
+        """Send a heartbeat at once, without waiting until it is sent."""
         self._asked.put((self._beat, Future()))
 
     def end(self) -> None:
-        """End the thread once it has done its pending work, for which this waits at most two seconds."""
+        """End the thread after its pending work; wait at most two seconds for that."""
         self._asked.put(None)
         if self.is_alive():
             self.join(timeout=2)
@@ -175,7 +177,7 @@ class Messenger(threading.Thread):
             self._connection = own_connection(self._store())
             self._serve()
             self._gone = "the heartbeat was stopped"
-        except Exception as error:  # raised by the store: no other rank can be told through it
+        except Exception as error:  # an error of the store, so other ranks cannot be told about it
             self._gone = first_line(error)
         self._connection = None
         self._refuse_all()
@@ -231,7 +233,7 @@ def watch() -> None:
 
 
 def stop() -> None:
-    """End the heartbeat that `watch` started; this is also registered to run when the process exits.
+    """End the heartbeat that `watch` started; also called when the process exits.
 
     A thread that is inside of the store's code while the interpreter is finalized would abort the process.
     """
@@ -254,13 +256,13 @@ def messenger_of(store: Store) -> Messenger:
 
 
 def begin_step() -> None:
-    """Record that this process begins another training step: the next forward."""
+    """Record that this process begins another training step, with a forward."""
     status.step += 1
     status.failed = ""
 
 
 def note_failure(error: BaseException) -> None:
-    """Tell the other ranks that the present step has failed here: they may wait for this rank."""
+    """Tell the other ranks, which may be waiting for this one, that the present step has failed on this rank."""
     status.failed = first_line(error)
     status.failures += 1
     if _messenger is not None and _messenger.is_alive():
@@ -268,7 +270,7 @@ def note_failure(error: BaseException) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error, after its type unless it is an error of fxremat.
+    """Return the first line of an error, preceded by its type unless fxremat raised it.
 
     >>> first_line(FxrematError("no plan")), first_line(KeyError("x"))
     ('no plan', "KeyError: 'x'")
@@ -281,16 +283,15 @@ def first_line(error: BaseException) -> str:
     )
 
 
-# --- in a step --------------------------------------------------------------------------------------------------------
 
 LOST = ("connection", "peer", "socket", "timed out", "timeout", "nccl", "gloo", "broken pipe")
 
 
 @contextlib.contextmanager
 def inside_step(what: str) -> Iterator[None]:
-    """Mark that a planned forward or backward runs, whose collectives other ranks have to join.
+    """Within this context, a planned forward or backward runs, whose collectives the other ranks have to join.
 
-    Raises FxrematError, one line, if another process has ended or hangs.
+    Raises `FxrematError` with a short message if another process of the job has ended or hangs.
     """
     status.inside = True
     try:
@@ -307,7 +308,7 @@ def inside_step(what: str) -> Iterator[None]:
 
 
 def lost_peer(error: BaseException) -> str | None:
-    """Return the first line of an error of the network, as after another process has ended; None for other errors.
+    """Return the first line of an error that a lost connection to another process raises; None for other errors.
 
     gloo raises a RuntimeError ("Connection closed by peer", "Timed out waiting"), NCCL a DistBackendError.
     """

@@ -1,4 +1,4 @@
-"""Compiled kernels: numba's compiler and its cache on disk, which may be missing, unwritable or damaged.
+"""Compiles kernels with numba and caches them on disk; the cache may be missing, unwritable or damaged.
 
 The cache lies in the `__pycache__` of each source file, or in the user's cache folder if that one is not writable
 (`NUMBA_CACHE_DIR` names another), or in the folder that `FXREMAT_CACHE` names if neither is. If none can be written to,
@@ -25,21 +25,25 @@ from numba import config as settings
 from numba.core import caching, event, registry
 from numba.core.dispatcher import Dispatcher
 
-_FunctionCache: Any = caching.FunctionCache  # numba is not typed
+_FunctionCache: Any = caching.FunctionCache  # numba has no type annotations
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def jit(function: _Function) -> _Function:
-    """Compile `function`, once for all processes if a cache can be written; it keeps its type."""
+    """Compile `function` with numba, once for all processes if the disk cache can be written.
+
+    Its static type is unchanged.
+    """
     options: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
     compiled: Any = numba.njit(**options)(function)
-    with contextlib.suppress(RuntimeError):  # no folder can be written to
-        compiled._cache = _cache_of(function)  # as Dispatcher.enable_caching does, in numba 0.59 to 0.68
+    with contextlib.suppress(RuntimeError):  # raised if no cache folder can be written to
+        # `Dispatcher.enable_caching` of numba 0.59 to 0.68 sets the same attribute
+        compiled._cache = _cache_of(function)
     return cast(_Function, compiled)
 
 
 def _cache_of(function: Any) -> Any:
-    """Return the cache of a function's code. Raises `RuntimeError` if no folder can be written to."""
+    """Return numba's disk cache for a function. Raises `RuntimeError` if no folder can be written to."""
     try:
         return _Cache(function)
     except RuntimeError:
@@ -54,18 +58,19 @@ def _cache_of(function: Any) -> Any:
 
 
 def running_seconds() -> float:
-    """Return monotonic seconds that stand still while kernels are compiled.
+    """Return monotonic seconds, not counting the time in which kernels are compiled.
 
-    A search with a limit in these seconds gets as much time in its first run as in later ones.
+    With a limit in these seconds, a search in the first run has as much time as in later runs.
     """
     return time.monotonic() - _compilations.seconds
 
 
 def cache_marker(kernels: Iterable[Any]) -> Path | None:
-    """Return the path of a file that exists if the code of all these kernels is cached; the file lies next to the code.
+    """Return the path of a marker file, which exists if the compiled code of all these kernels is cached next to it.
 
-    None if numba does not compile, or no folder can be written to. The process that compiled the kernels makes the
-    file. Its name contains a hash of what the code depends on: sources, numba, Python and processor.
+    None if numba is disabled, or if no folder can be written to. The process that compiles the kernels creates
+    the file. Its name contains a hash of what the code depends on: sources, and the versions of numba, Python
+    and processor.
     """
     processor = registry.cpu_target.target_context.codegen().magic_tuple()
     path, parts = None, [numba.__version__, sys.version, repr(processor)]
@@ -79,7 +84,7 @@ def cache_marker(kernels: Iterable[Any]) -> Path | None:
 
 
 class _Compilations(event.Listener):
-    """The sum of the seconds in which kernels are compiled; nested compilations count once."""
+    """Sums up the seconds in which kernels are compiled; nested compilations count once."""
 
     def __init__(self) -> None:
         self.seconds, self._depth, self._began = 0.0, 0, 0.0
@@ -100,30 +105,32 @@ event.register("numba:compile", _compilations)
 
 
 class _Cache(_FunctionCache):  # type: ignore[misc]
-    """Numba's cache of one function, whose failures are never errors."""
+    """Numba's disk cache of one function; reading and writing it never raise errors."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
-        except Exception:  # truncated, or not numba's: unpickling may raise anything
+        except Exception:  # unpickling a truncated or foreign file may raise anything
             with contextlib.suppress(OSError):
                 self.flush()
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        with contextlib.suppress(Exception):  # a full disk, a folder that is gone, an index that cannot be read
+        with contextlib.suppress(Exception):  # e.g. the disk is full, the folder is gone, or the index cannot be read
             super().save_overload(sig, data)
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
-        records = tuple(getattr(argument, "fields", None) for argument in sig)  # named tuples, read by position
+        # kernels read named tuples by position, so the field names are part of the key
+        records = tuple(getattr(argument, "fields", None) for argument in sig)
         return (*super()._index_key(sig, codegen), records, _digest(self._py_func))
 
 
 @cache
 def _digest(function: Any) -> str:
-    """Return a hash of the source files of a kernel and of the kernels that it calls, and of the globals they read."""
+    """Return a hash of the source files of a kernel and of the kernels it calls, and of the global constants they read.
+    """
     kernels, constants = [function], set()
-    for kernel in kernels:  # the list grows meanwhile
+    for kernel in kernels:  # the loop appends the kernels that it finds to the list
         for name, value in _globals_read(kernel):
             if isinstance(value, Dispatcher):
                 kernels += [value.py_func] if value.py_func not in kernels else []
@@ -138,9 +145,9 @@ def _digest(function: Any) -> str:
 
 
 def _globals_read(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each global that a function reads, also of attributes of modules, as in `rows.least`.
+    """Yield (name, value) of each global that a function reads, and of module attributes such as `rows.least`.
 
-    The values that it closes over come with the name "".
+    Variables of its closure are yielded with the name "".
     """
     names = _names(function.__code__)
     values = {name: function.__globals__[name] for name in names if name in function.__globals__}
@@ -152,6 +159,6 @@ def _globals_read(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the global names in a function's code and in the functions inside it."""
+    """Return the names that a function's code, or a function nested in it, reads from globals or as attributes."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return {*code.co_names}.union(*inner)

@@ -1,4 +1,4 @@
-"""The compiled kernels that a first plan needs, compiled once, in separate processes, while a model is captured.
+"""Compiles the numba kernels that a first plan needs, in separate processes, while the model is captured.
 
     begin()     when a model is passed to fxremat: starts the compilers, unless these kernels are cached already
     ready()     before kernels are called: waits for them
@@ -29,7 +29,7 @@ from fxremat.search.improve import FAR
 from fxremat.search.replay import Tape, blank_pages, copy_pages, replay, replay_again, spend
 from fxremat.solvers import input_drop, rows
 
-AT_MOST = 300  # seconds to wait for a compiler
+AT_MOST = 300  # maximum seconds to wait for a compiler process
 NOWHERE = (
     "the kernels of the %s are compiled again in every process, which takes some seconds: no folder for them can be "
     "written to; FXREMAT_CACHE names one"
@@ -40,9 +40,9 @@ _compilers: list[subprocess.Popen[bytes]] = []
 
 
 def begin() -> None:
-    """Start processes that compile the kernels which are not cached yet; return at once.
+    """Start processes that compile the kernels which are not cached on disk yet, and return at once.
 
-    Of several ranks on a machine only the first one (LOCAL_RANK 0) does this.
+    If several ranks run on one machine, only the first (LOCAL_RANK 0) does this.
     """
     if _compilers or os.environ.get("LOCAL_RANK", "0") != "0" or not _python():
         return
@@ -56,7 +56,10 @@ def begin() -> None:
 
 
 def ready() -> None:
-    """Wait for the compilers that were started. Whether or not they succeeded, kernels can be called afterwards."""
+    """Wait for the compiler processes that `begin` started.
+
+    Kernels can be called afterwards even if the processes failed.
+    """
     while _compilers:
         compiler = _compilers.pop()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -66,7 +69,10 @@ def ready() -> None:
 
 
 def _python() -> str | None:
-    """Return the path of the Python interpreter; None in a frozen application, whose `sys.executable` is itself."""
+    """Return the path of the Python interpreter.
+
+    None in a frozen application, where `sys.executable` is the application.
+    """
     return None if getattr(sys, "frozen", False) else sys.executable
 
 
@@ -81,14 +87,14 @@ def _compiler(part: str) -> subprocess.Popen[bytes]:
 
 
 def compile_solver() -> None:
-    """Compile the chain solver that plans begin with."""
+    """Compile the solver for chains, by calling it on a small chain."""
     block = Block(forward_time=1.0, backward_time=2.0, output_bytes=2, saved_bytes=4, grad_bytes=2)
     table = input_drop.build(Chain(blocks=(block,) * 3, input_bytes=0), 12, 12)
     table.schedule(table.least)
 
 
 def compile_search() -> None:
-    """Compile the replay of programs and the search among them."""
+    """Compile the kernels that simulate and improve schedules, by calling them on a small example."""
     one, two = np.array([0, 1, 1], np.int64), np.array([0, 0, 1], np.int64)
     tape = Tape(
         optional=np.array([1, 0], np.uint8),
@@ -114,7 +120,7 @@ PARTS: Mapping[str, tuple[Callable[[], None], tuple[Any, ...]]] = MappingProxyTy
         "search": (compile_search, (replay, replay_again, copy_pages, spend)),
     }
 )
-"""The parts to compile: the function that compiles each, and the kernels that Python calls."""
+"""Name of a group of kernels -> (function that compiles them, the kernels that Python code calls)."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Topics to be logged as the environment says: FXREMAT_LOG, names separated by commas, such as `passes`."""
+"""Turns on logging of the topics in the environment variable FXREMAT_LOG, separated by commas, such as `passes`."""
 
 from __future__ import annotations
 

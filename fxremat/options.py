@@ -1,4 +1,4 @@
-"""All that a user can set: typed, checked once, and the same for all functions that take options.
+"""The options that users can set for planning: typed, checked once, and shared by all functions that take options.
 
     options = options_of(mem="4GiB", offload=True, search=Search(seconds=3))
     def compile(model, mem, *, solver="auto", **options: Unpack[CompileOptions])
@@ -33,10 +33,12 @@ from fxremat.solvers.registry import NAMES as CHAINS
 from fxremat.units import Budget, parse_budget, shortened
 
 PLANNERS = ("auto", *LISTS, *TABLES)  # names of the solvers that plan models
-TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)  # of solvers that also offload
+# names of the chain solvers that can also offload tensors
+TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)
 BACKENDS = ("eager", "inductor")
 
-Sizes = Mapping[str, Mapping[int, Dim | tuple[int, int]]]  # input -> dimension -> least and largest size
+# input name -> dimension -> its range: an `export.Dim`, or (minimum, maximum)
+Sizes = Mapping[str, Mapping[int, Dim | tuple[int, int]]]
 Ranges = Mapping[str, Mapping[int, tuple[int, int]]]
 
 
@@ -71,51 +73,54 @@ class CompileOptions(PlanOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class SeenLoss:
-    """The measured memory of a loss outside the model, as multiples of the bytes assumed before it was measured."""
+    """Measured memory of a loss that the user computes outside the model, in multiples of the bytes assumed before."""
 
-    peak: Fraction  # between forward and backward
-    held: Fraction  # from the beginning of the backward on, without the gradients of the outputs
+    peak: Fraction  # peak between the end of the forward and the beginning of the backward
+    held: Fraction  # memory during the backward, without the gradients of the model's outputs
 
 
 @dataclass(frozen=True)
 class Options:
-    """The settings of a plan.
+    """The options of a plan, checked.
 
     Args:
-        mem: the budget, in any of the forms of `fxremat.compile`. None: that of `plan`.
-        plan: a saved plan, or its file: it runs without planning where it belongs to the step that is captured. Where
-            it does not, that is an error; with `mem` it is a warning, and a plan within `mem` is made. Sizes are fixed.
-        solver: one of `PLANNERS`; where values may wait on the host also one of `TRANSFERRING`.
-        dynamic: whether the sizes of inputs may change, as in torch.compile. None: a size is fixed at first, and may
-            change once another one comes. True: all may change, and the model is captured once. False: fixed; every
-            combination is captured and planned by itself, as it is with slices, and where something is offloaded. Or
-            sizes that change from the start, with their range: {"tokens": {0: (2, 8), 1: Dim("n", min=16,
-            max=4096)}}, where `Dim` is torch.export's. Other sizes are allowed; a budget in percent refers to the
-            largest.
-        offload: let values wait on the host: True, a tier of `fxremat.host.tier`, or an `Offload` that says more.
-        slices: let regions of the model run in slices: True, or a `Slices` that says more.
-        backend: the kernels that run the ops: "eager", PyTorch's own, with the same bits; or "inductor", which compiles
-            regions of the planned step, or an `Inductor` that says more.
-        optimizer: of the model's parameters: SGD, Adam, AdamW, or another that treats each element by itself. With
-            offload=Offload(weights=True), the one that the step runs. With `costs` for a device, the one whose state
-            is counted on that device, which may also be a name: "adamw", "sgd-momentum" and others; None: AdamW's is
-            counted.
-        costs: "measure" runs every distinct op. "estimate" counts flops and bytes, for a typical device of the model's
-            type. The name of a known device, such as "H200", or a `fxremat.Device`: an estimate for that device. A
-            `fxremat.Trace`: the seconds of a run that torch.profiler recorded, elsewhere perhaps. A function that takes
-            a node of the captured graph and returns seconds; torch's CustomRuntimeEstimator is one.
-        loss: what a loss outside the model allocates, in the forms of a size, or a `Loss` that says more.
-        search: how programs are searched for: a `Search`.
-        method: the method of the model that training calls and that is planned, such as "training_step".
-        fullgraph: True: a model that is not one graph is an error, as with torch.compile. False: it is trained as
-            several graphs within one budget.
-        never_again: ops of the forward that are never recomputed: a pattern of modules, "*.router", a function that
-            takes a node of the captured graph and returns a bool, or several of these.
-        keep: ops, as in `never_again`, whose results moreover stay on the device where others are offloaded.
+        mem: the budget, in any form that `fxremat.compile` takes. None: the budget of `plan`.
+        plan: a saved plan, or the path of its file. It is used without planning if it belongs to the captured step.
+            If it does not, that is an error; if `mem` is given, it is a warning, and a new plan is made. Input sizes
+            are fixed.
+        solver: one of `PLANNERS`; with offloading also one of `TRANSFERRING`.
+        dynamic: which input sizes may change, as in torch.compile. None: each size is fixed until it changes. True:
+            all sizes may change, and the model is captured once. False: all sizes are fixed; every combination of
+            sizes is captured and planned separately, as always with slices or offloading. A dict gives ranges of
+            sizes that may change from the start: {"tokens": {0: (2, 8), 1: Dim("n", min=16, max=4096)}}, where `Dim`
+            is torch.export's. Sizes outside of a range are allowed; a budget in percent refers to the largest sizes.
+        offload: whether activations may be stored on the host: True, a tier of `fxremat.host.tier`, or an `Offload`
+            with more settings.
+        slices: whether groups of ops may run in slices of the batch or sequence: True, or a `Slices` with more
+            settings.
+        backend: "eager": PyTorch's own kernels, with bitwise equal results; "inductor", or an `Inductor` with more
+            settings: groups of ops of the planned step are compiled.
+        optimizer: the optimizer of the model's parameters: SGD, Adam, AdamW, or another that updates each element
+            separately. With offload=Offload(weights=True), the step runs it. If `costs` names a device, its state is
+            counted on that device; it may then be a name, such as "adamw" or "sgd-momentum"; None counts the state of
+            AdamW.
+        costs: "measure": run each different op. "estimate": count flops and bytes, for a typical device of the
+            model's type. The name of a known device, such as "H200", or a `fxremat.Device`: estimate for that device.
+            A `fxremat.Trace`: use the seconds of a run recorded with torch.profiler, perhaps on another machine. A
+            function: it gets a node of the captured graph and returns seconds, like torch's CustomRuntimeEstimator.
+        loss: bytes that a loss outside the model allocates, as a number or a text such as "300MB", or a `Loss` with
+            more settings.
+        search: limits of the search for plans.
+        method: name of the model's method that training calls and that is planned, such as "training_step".
+        fullgraph: True: it is an error if dynamo cannot capture the model as one graph, as with torch.compile. False:
+            the model is then trained as several graphs within one budget.
+        never_again: forward ops that are never recomputed: a pattern of module names, such as "*.router", a function
+            that gets a node of the captured graph and returns a bool, or a list of these.
+        keep: ops, given as in `never_again`, that are never recomputed and whose results are never offloaded.
 
     Raises:
-        InvalidBudget: a size or budget of another form.
-        FxrematError: any other value that a setting cannot have, or two that do not go together.
+        InvalidBudget: a size or budget has an invalid form.
+        FxrematError: another option has an invalid value, or two options cannot be combined.
     """
 
     _: KW_ONLY
@@ -134,18 +139,21 @@ class Options:
     fullgraph: bool = False
     never_again: Wish | Sequence[Wish] = ()
     keep: Wish | Sequence[Wish] = ()
-    strict: bool | None = field(default=None, repr=False)  # a plan of another step is an error; no user sets this
-    loss_seen: SeenLoss | None = field(default=None, repr=False)  # the loss as steps measured it; no user sets this
-    pure: bool = field(default=False, repr=False)  # planned as in a new process; no user sets this
-    budget: Budget = field(init=False, repr=False)  # `mem`, parsed
+    # True: a saved plan of another step is an error. Set internally.
+    strict: bool | None = field(default=None, repr=False)
+    # memory of the loss outside the model, measured during steps. Set internally.
+    loss_seen: SeenLoss | None = field(default=None, repr=False)
+    # True: plan without anything remembered in this process. Set internally.
+    pure: bool = field(default=False, repr=False)
+    budget: Budget = field(init=False, repr=False)  # the parsed `mem`
 
-    # Options in their full form, such as `Offload()` for offload=True; None: the feature is off.
+    # The next fields are options in full form, such as `Offload()` for offload=True; None: the feature is off.
     host: Offload | None = field(init=False, repr=False)
     slicing: Slices | None = field(init=False, repr=False)
     inductor: Inductor | None = field(init=False, repr=False)
     loss_outside: Loss = field(init=False, repr=False)
-    device: Device | None = field(init=False, repr=False)  # the device to estimate for, where the user named one
-    ranges: Ranges = field(init=False, repr=False)  # the least and largest size that `dynamic` gives; {}: none
+    device: Device | None = field(init=False, repr=False)  # the device to estimate costs for; None: the user named none
+    ranges: Ranges = field(init=False, repr=False)  # the size ranges that `dynamic` contains; {}: none
 
     def __post_init__(self) -> None:
         self._set("host", _host(self.offload))
@@ -166,64 +174,67 @@ class Options:
 
     @property
     def measures(self) -> bool:
-        """True if ops are run to learn what they cost."""
+        """True if the costs of ops are measured by running them."""
         return self.costs == "measure"
 
     @property
     def timer(self) -> Trace | Timer | None:
-        """The trace or function that tells the seconds of ops; None where the user gave neither."""
+        """The user's profiler trace or function that gives the seconds of ops; None if `costs` is neither."""
         return self.costs if not isinstance(self.costs, str | Device) else None
 
     @property
     def wishes(self) -> tuple[Wish, ...]:
-        """The wishes that ops never run again, each a pattern of modules or a predicate: `never_again` and `keep`."""
+        """The module patterns or predicates of all ops that must never be recomputed: `never_again` and `keep`."""
         return (*_several(self.never_again), *_several(self.keep))
 
     @property
     def kept(self) -> tuple[Wish, ...]:
-        """The wishes that results stay on the device too: `keep`."""
+        """The module patterns or predicates of ops whose results must also stay on the device: `keep`."""
         return _several(self.keep)
 
     @property
     def offloads(self) -> bool:
-        """True if values of the forward may wait on the host."""
+        """True if activations may be offloaded to the host."""
         return self.host is not None and self.host.activations
 
     @property
     def hosts_weights(self) -> bool:
-        """True if parameters may live on the host; each backward is then a step of the optimizer."""
+        """True if parameters may be stored on the host; each backward then also runs the optimizer."""
         return self.host is not None and self.host.weights
 
     @property
     def tier(self) -> HostTier | None:
-        """The host tier that the user chose for offloaded values; None: none was chosen, or nothing is offloaded."""
+        """The user's host tier, which stores offloaded tensors; None: the user chose none, or nothing is offloaded."""
         return self.host.tier if self.host else None
 
     @property
     def host_limit(self) -> int | None:
-        """Bytes that may wait on the host at a time; None: any number, or nothing is offloaded."""
+        """Maximum bytes offloaded to the host at a time; None: no limit, or nothing is offloaded."""
         return self.host.bytes if self.host else None
 
     @property
     def compiles(self) -> bool:
-        """True if regions of the step are compiled."""
+        """True if groups of ops are compiled with Inductor."""
         return self.inductor is not None
 
     @property
     def resizable(self) -> bool:
-        """True if one capture may serve several sizes: no saved plan, no offloading, slices or compiled regions."""
+        """True if one captured graph may be used for several input sizes.
+
+        It cannot with a saved plan, offloading, slices or compiled kernels.
+        """
         return not (self.plan or self.host or self.slicing or self.compiles)
 
     @property
     def needs_fixed_sizes(self) -> str:
-        """The option that needs inputs of fixed sizes, for messages."""
+        """Name of the option that needs inputs of fixed sizes, for error messages."""
         if self.plan:
             return "a saved plan"
         return 'backend="inductor"' if self.compiles else "slices" if self.slicing else "offloading"
 
     @property
     def needs_one_graph(self) -> str:
-        """The option because of which a model has to be one graph, for messages; "" if there is none."""
+        """Name of the option that needs a model captured as one graph, for error messages; "": there is none."""
         if self.plan:
             return "a saved plan"
         if self.hosts_weights:
@@ -238,9 +249,9 @@ class Options:
 
     @property
     def may_change(self) -> bool | None:
-        """The `dynamic` of torch.compile that the model is captured with: False: all sizes are fixed; True: none is.
+        """The `dynamic` argument for torch.compile. False: all sizes are fixed; True: all are symbolic.
 
-        None: a size is fixed until another one comes; the sizes in `ranges` may change from the start.
+        None: a size is fixed until it changes; the sizes in `ranges` are symbolic from the start.
         """
         if not self.resizable:
             return False
@@ -248,23 +259,25 @@ class Options:
 
     @property
     def stepping(self) -> torch.optim.Optimizer | None:
-        """The optimizer that the step runs, where weights may live on the host; None: the user runs it."""
+        """The optimizer that the planned step runs when parameters may be on the host; None: the user's loop runs it.
+        """
         return self.optimizer if self.hosts_weights and not isinstance(self.optimizer, str) else None
 
     @property
     def offloads_by_chain(self) -> bool:
-        """True if values are offloaded, and the solver is one for chains that decides itself when they are copied."""
+        """True if activations are offloaded, and the solver, one for chains, decides when each is copied."""
         return self.offloads and self.solver in TRANSFERRING
 
     @property
     def saved(self) -> Plan:
-        """The plan that the user passed."""
+        """The saved plan that the user passed."""
         assert isinstance(self.plan, Plan)
         return self.plan
 
     @property
     def of_capture(self) -> dict[str, object]:
-        """The settings that decide the captured graph, by option: plans of one captured step agree in them."""
+        """The settings that the captured graph depends on, by option name; the plans of one captured step share them.
+        """
         return {
             "method": self.method,
             "dynamic": self.dynamic,
@@ -275,13 +288,13 @@ class Options:
         }
 
     def longest(self, name: str, dimension: int | None) -> int | None:
-        """Return the largest size that the user expects of an input's dimension; None where nothing is said."""
+        """Return the largest size given in `dynamic` for a dimension of an input; None: there is none."""
         if dimension is None or dimension not in (expected := self.ranges.get(name, {})):
             return None
         return expected[dimension][1]
 
     def quick(self) -> Options:
-        """Return these options with a search of 0 seconds: programs are not improved op by op."""
+        """Return a copy of these options with a search time of 0 seconds, so that plans are not improved op by op."""
         return replace(self, search=replace(self.search, seconds=0.0))
 
     def _set(self, name: str, value: object) -> None:
@@ -364,9 +377,9 @@ class Options:
         )
 
 
-HIDDEN = ("loss_seen", "strict", "pure")  # fields that no user sets
+HIDDEN = ("loss_seen", "strict", "pure")  # fields of `Options` that are set internally, not by users
 NAMES = tuple(field.name for field in fields(Options) if field.init and field.name not in HIDDEN)
-RENAMED = {  # names of earlier versions -> the present form
+RENAMED = {  # option of an earlier version -> what to write now
     "cost": 'costs="estimate"',
     "device": 'costs="H100"; for several devices, fxremat.compare(model, inputs, ["A100", "H100"], mem=...)',
     "effort": "search=Search(seconds=...)",
@@ -386,10 +399,10 @@ RENAMED = {  # names of earlier versions -> the present form
 
 
 def options_of(**options: Any) -> Options:
-    """Return the options that a user gave by name.
+    """Return the options that a user passed as keyword arguments.
 
-    Raises `InvalidBudget` where there is neither `mem` nor `plan`, `FxrematError` for an unknown option, and what
-    `Options` raises.
+    Raises `InvalidBudget` if neither `mem` nor `plan` is given, `FxrematError` for an unknown option, and the
+    errors of `Options`.
     """
     for name in options:
         check_name(name)
@@ -397,9 +410,10 @@ def options_of(**options: Any) -> Options:
 
 
 def changed_options(options: Options, mem: int | str | None, **changed: Any) -> Options:
-    """Return `options`, with which a step was captured, with some `changed` for another plan; mem=None: same budget.
+    """Return a copy of the options of a captured step with some of them `changed`; mem=None: the same budget.
 
-    Raises `FxrematError` for an option that is unknown, or decides what is captured, and what `Options` raises.
+    Raises `FxrematError` for an option that is unknown or would change the captured graph, and the errors of
+    `Options`.
     """
     for name in changed:
         check_name(name)
@@ -415,7 +429,7 @@ def changed_options(options: Options, mem: int | str | None, **changed: Any) -> 
 
 
 def check_name(name: str) -> None:
-    """Raise `FxrematError` if no option has this name; it tells the present form of an option of earlier versions."""
+    """Raise `FxrematError` if no option has this name; for a renamed option, the message says what to write now."""
     if name in RENAMED:
         raise FxrematError(f"the option {name} has a new form: {RENAMED[name]}")
     if name not in NAMES:
@@ -463,7 +477,7 @@ def _of_size(given: Any) -> Loss:
 
 
 def _device(costs: object) -> Device | None:
-    """Return the device that costs are estimated for; None where they are measured, or no device is named."""
+    """Return the device that costs are estimated for; None if they are measured, or if no device is named."""
     if isinstance(costs, Device):
         return costs
     if isinstance(costs, Trace):
@@ -482,7 +496,7 @@ def _device(costs: object) -> Device | None:
 
 
 def _ranges(dynamic: object) -> Ranges:
-    """Return the least and largest size by input and dimension that `dynamic` gives; {} if it is None or a bool."""
+    """Return the size ranges in `dynamic` as input -> dimension -> (minimum, maximum); {} if it is None or a bool."""
     if dynamic is None or isinstance(dynamic, bool):
         return {}
     if isinstance(dynamic, Mapping) and all(map(_is_by_dimension, dynamic.items())):
@@ -501,14 +515,14 @@ def _is_by_dimension(item: tuple[object, object]) -> bool:
 
 
 def _ends(given: Any) -> tuple[Any, ...]:
-    """Return the (least, largest) size of a range; of an invalid one, a tuple that `_is_range` rejects."""
+    """Return (minimum, maximum) of a range; for an invalid range, a tuple that `_is_range` rejects."""
     if isinstance(given, Dim):
         return given.min, given.max
     return tuple(given) if isinstance(given, tuple | list) else ()
 
 
 def _is_range(ends: tuple[object, ...]) -> bool:
-    """Tell whether a tuple is a least and a largest size: two ints, 2 or more, in this order."""
+    """Tell whether a tuple consists of two ints, minimum and maximum, of at least 2 and in order."""
     match ends:
         case (int() as low, int() as high) if not (isinstance(low, bool) or isinstance(high, bool)):
             return 2 <= low <= high

@@ -1,4 +1,4 @@
-"""A check of a plan's two graphs as they were emitted: what they compute, how much is alive, and whether ops repeat.
+"""Checks the two fx graphs that a plan was lowered to: their results, their peak, and whether recomputed ops repeat.
 
     outputs     the graphs are evaluated on fake tensors: results have the shapes and types of the captured graph's
     peak        storages are counted from when a node makes them to the last use, as generated code frees them
@@ -28,18 +28,21 @@ from fxremat.step.verify import verify
 from fxremat.torch_private import real_tensors, storage_of
 from fxremat.units import format_bytes
 
-AGAIN = re.compile(r"__r\d+$")  # the suffix of the name of a recomputation
+AGAIN = re.compile(r"__r\d+$")  # suffix of the name of a node that recomputes an op
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCheck:
     """The result of a check of a plan, which prints as a line."""
 
-    outputs: int  # results that were compared with those of the captured graph
-    peak: int | None  # bytes, counted on the emitted graphs; None: the plan has copies, slices or compiled regions
+    outputs: int  # number of results that were compared with those of the captured graph
+    # peak bytes counted on the lowered graphs; None: not countable, as with copies to the host, slices or
+    # compiled regions
+    peak: int | None
     predicted_peak: int  # bytes
-    runs: int  # executions of each recomputed op that were compared; 1: none
-    differing: tuple[str, ...]  # recomputed ops whose bits differ from run to run
+    runs: int  # number of executions of each recomputed op that were compared; 1: none were
+    # names of recomputed ops whose results differ bitwise between executions on the same data
+    differing: tuple[str, ...]
 
     def __str__(self) -> str:
         counted = "" if self.peak is None else f", the peak is {format_bytes(self.peak)} as predicted"
@@ -53,10 +56,13 @@ class PlanCheck:
 
 
 def check(plan: PlannedStep, runs: int = 1) -> PlanCheck:
-    """Check a plan: see the module.
+    """Check a plan's lowered forward and backward graph.
+
+    Args:
+        runs: 2 or more: also execute each recomputed op this many times, and compare the results bitwise.
 
     Raises:
-        FxrematError: a result has another shape or type than that of the captured graph, or the peak is not the
+        FxrematError: a result differs in shape or dtype from that of the captured graph, or the peak differs from the
             predicted one.
     """
     verify(plan.program)
@@ -103,13 +109,14 @@ def _described(value: Any) -> str:
 
 @dataclass
 class Evaluation:
-    """The emitted graphs on fake tensors, with the bytes of the storages that are alive."""
+    """Runs the lowered graphs on fake tensors and counts the bytes of the storages that are in use."""
 
     plan: PlannedStep
     peak: int = 0
-    sizes: dict[int, int] = field(default_factory=dict)  # by storage that counts: its bytes
-    holders: Counter[int] = field(default_factory=Counter)  # by storage: how many values of nodes show it
-    keeping: list[Any] = field(default_factory=list)  # values that stay: storages are told apart by their addresses
+    sizes: dict[int, int] = field(default_factory=dict)  # storage -> its bytes; 0 for storages that do not count
+    holders: Counter[int] = field(default_factory=Counter)  # storage -> number of live node values that are views of it
+    # all tensors seen: keeping them alive prevents that a new storage gets the address of an old one
+    keeping: list[Any] = field(default_factory=list)
     beside: int = 0  # bytes of a loss outside the model
 
     def __post_init__(self) -> None:
@@ -118,21 +125,21 @@ class Evaluation:
         self._op_of = {op.name: op for op in graph.ops}
 
     def inputs(self, graph: fx.Graph) -> list[Any]:
-        """Return the inputs of the forward, whose storages do not count."""
+        """Return the forward's inputs as fake tensors, and mark their storages as not counted."""
         given = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         constants = [node.meta.get("val") for node in self.plan.captured.module.graph.find_nodes(op="get_attr")]
         self.sizes |= dict.fromkeys(_storages([given, constants]), 0)
         return given
 
     def at_split(self, outputs: Sequence[Any], saved: Sequence[Any]) -> None:
-        """Count the loss outside the model, and the gradients that it hands in."""
+        """Count the memory of a loss outside the model, and of the gradients that it passes to the backward."""
         graph, sizes = self.plan.graph, self.plan.costs.sizes
         self.holders.clear()
         for value in saved:
             self._hold(value)
         for shown, value in zip(self.plan.captured.forward_outputs, outputs, strict=True):
             if isinstance(shown, fx.Node) and self.plan.captured.value_of.get(shown) not in graph.updates:
-                self._hold(value)  # others are copied over an input, and freed
+                self._hold(value)  # outputs that update an input in place are freed after the copy
         tangents = sum(sizes.values[tangent] for tangent in graph.tangent_values)
         self.peak = max(self.peak, self._alive + max(tangents + sizes.root, sizes.outside))
         self.beside = sizes.root
@@ -142,7 +149,7 @@ class Evaluation:
             self.holders[storage] += 2 if value in graph.held_tangents else 1
 
     def run(self, graph: fx.Graph, given: Sequence[Any]) -> list[Any]:
-        """Evaluate a graph, and return its results; what it was given is freed after its last use."""
+        """Run a graph on inputs and return its results; each input is freed after its last use."""
         values = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
         last = {used: node for node in graph.nodes for used in node.all_input_nodes}
         for node in graph.nodes:
@@ -173,12 +180,13 @@ class Evaluation:
             return args[0][args[1]]
         shown = node.meta["val"]
         like: Any = next((leaf for leaf in tree_leaves(shown) if isinstance(leaf, torch.Tensor)), None)
-        if like is None:  # a number
+        if like is None:  # the value is a number
             return shown
         with like.fake_mode:
             if isinstance(node.target, torch._ops.OpOverload):
                 return node.target(*args, **kwargs)
-            return tree_map_only(torch.Tensor, torch.empty_like, shown)  # a function of fxremat
+            # the node calls a function of fxremat, which fake tensors cannot run
+            return tree_map_only(torch.Tensor, torch.empty_like, shown)
 
     def _hold(self, value: Any) -> None:
         self.keeping.append(value)
@@ -186,7 +194,7 @@ class Evaluation:
             self.holders[storage] += 1
 
     def _measure(self, node: fx.Node, value: Any) -> None:
-        """Note the bytes of the storages that a node makes."""
+        """Record the bytes of the storages that a node allocates."""
         if node.target is operator.getitem or isinstance(value, torch.Tensor):
             for storage in _storages(value):
                 self._size(node, value, storage)
@@ -214,7 +222,8 @@ class Evaluation:
         costs = self.plan.costs
         if op.overwrites is None or op.index in costs.fresh:
             return costs.sizes.workspace[op.index]
-        return costs.sizes.workspace[op.index] + costs.sizes.values[op.overwrites]  # its result is no new storage
+        # the costs' workspace of an op that overwrites an operand is reduced by the operand's bytes
+        return costs.sizes.workspace[op.index] + costs.sizes.values[op.overwrites]
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
@@ -226,7 +235,10 @@ def _storages(value: Any) -> list[int]:
 
 
 def _differing(plan: PlannedStep, runs: int) -> Iterable[str]:
-    """Yield the recomputed ops whose results on equal data differ in `runs` runs; random ones replay their draws."""
+    """Yield the names of recomputed ops whose results on equal data differ between `runs` executions.
+
+    Random ops are left out, since their recomputation restores the generator's state.
+    """
     captured: Captured = plan.captured
     with real_tensors(), torch.no_grad():
         for index in sorted(plan.program.repeated):

@@ -1,4 +1,4 @@
-"""Plans in files: a plan as data, which another process reads, with a check that it belongs to a step there.
+"""Saves plans to files and loads them, and checks that a loaded plan belongs to the step captured here.
 
     {"format": 1, "sha256": "...", "plan": {"is": "PlanData", ...}}
 
@@ -51,7 +51,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PlanData:
-    """The part of a plan that can be written to a file; its fields are those of `PlannedStep` with the same names."""
+    """The part of a plan that is written to files; fields mean the same as those of `PlannedStep`."""
 
     budget: int
     chosen: Candidate
@@ -67,24 +67,27 @@ class PlanData:
 
     @property
     def graph(self) -> StepGraph:
-        """The step that the plan was made for."""
+        """The graph of the training step that the plan was made for."""
         return self.chosen.layout.graph
 
     def on(self, captured: Captured, name: str) -> PlanData:
-        """Return this plan, read from a file, with its ops and values replaced by those of an equal step captured here.
+        """Return this plan, read from a file, for a step captured in this process.
+
+        Its ops and values are replaced by those of the captured step.
 
         Args:
             name: the name of the plan, for messages.
 
         Raises:
-            PlanMismatch: the captured step is another one, or runs in another environment.
+            PlanMismatch: the captured step differs from the plan's, or device, PyTorch or settings do.
         """
         here = as_plain(environment(device_of(captured)))
         for what, before in self.environment.items():
             if here.get(what) != before:
                 known, found = _shown(what, before), _shown(what, here.get(what))
                 raise PlanMismatch(f"{name} was made for {known}, and here is {found}")
-        kept = self.alternatives.keep_all.layout.graph  # the step as it was captured, without slices
+        # graph of the step as it was captured, before ops were replaced by slices
+        kept = self.alternatives.keep_all.layout.graph
         if captured.digest != kept.digest:
             raise PlanMismatch(f"{name} is of another step: {_difference(kept, captured)}")
         here = {captured.digest: captured}
@@ -97,8 +100,9 @@ class PlanData:
         return moved
 
 
-SHARED = (StepGraph, Layout, Program, Order)  # classes whose objects are written once, however often they occur
-NUMBERS: Instead = {Captured: lambda captured: captured.step}  # the captured step without its nodes of torch.fx
+# classes whose objects are written to a file once, even if several objects refer to them
+SHARED = (StepGraph, Layout, Program, Order)
+NUMBERS: Instead = {Captured: lambda captured: captured.step}  # how a captured step is written: without its fx nodes
 CLASSES = (
     *(PlanData, Candidate, Frontier, FromSchedule, FromJoin, Refined, Transferred, Communicating, Costs, Sizes, Link),
     *(SlicedRegion, Slicing, WeightBudget, Handles),
@@ -112,7 +116,7 @@ def _shown(what: str, value: object) -> str:
 
 
 def _difference(one: StepGraph, other: StepGraph) -> str:
-    """Return a sentence on the first difference between the step of a plan and the captured step."""
+    """Return a clause that describes the first difference between a plan's step and the captured step."""
     if one.model != other.model:
         return f"it was made for {one.model}, and this is {other.model}"
     if len(one.ops) != len(other.ops):
@@ -126,17 +130,17 @@ def _difference(one: StepGraph, other: StepGraph) -> str:
 
 
 def as_plain(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an environment (device, versions, settings) as it is after being written to JSON and read again."""
+    """Return an environment (device, versions, settings) as it reads after a round trip through JSON."""
     plain: dict[str, Any] = read(written(found), ())
     return plain
 
 
 def without_the_rest(frontier: Frontier, chosen: Candidate) -> Frontier:
-    """Return a frontier without what need not be written to a file beside the chosen candidate.
+    """Return a frontier reduced to what a file needs beside the chosen candidate.
 
-    Schedules lose their order of ops, which follows from them. Candidates whose regions run in other slices than the
-    chosen one's are left out; where programs have copies or communication, and are long therefore, all are but the
-    chosen one and the one with the least memory.
+    Schedules lose their order of ops, which can be derived. Candidates with other slices than the chosen one
+    are dropped. If the chosen plan has copies to the host or communication, which make candidates large, only
+    the chosen candidate and the one with the lowest peak remain.
     """
     graphs = (chosen.layout.graph, frontier.keep_all.layout.graph)
     candidates = tuple(each for each in frontier.candidates if each.layout.graph in graphs)
@@ -162,7 +166,7 @@ def save(plan: PlanData, path: str | os.PathLike[str]) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically, even if other threads or processes write it, too. Raises `OSError`."""
+    """Write a file atomically, even if other threads or processes write the same file. Raises `OSError`."""
     new = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         new.write_bytes(content)
@@ -172,7 +176,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> PlanData:
-    """Read a plan from a file. Raises `OSError`; `PlanMismatch` where it holds no plan, or was changed."""
+    """Read a plan from a file. Raises `OSError`, and `PlanMismatch` if the file contains no plan or was edited."""
     name = os.fspath(path)
     try:
         file = json.loads(Path(path).read_text())

@@ -16,8 +16,8 @@ from fxremat.show.snapshot import write
 class PlanOfGraphs(PlannedGraphs):
     """The plan for a model that is several graphs, on the path of the last step, which shows itself as text and a page.
 
-    Bytes are above what was allocated when the forward of the model began. What the last step did not do, such as
-    another branch, is planned too (`paths`).
+    Bytes are above what was allocated when the model's forward began. Other sequences of calls, such as the
+    other side of a branch, are planned too (`paths`).
     """
 
     def to_html(self) -> str:

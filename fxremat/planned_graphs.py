@@ -23,9 +23,12 @@ _PATHS = 4  # paths that are printed
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedCall:
-    """A call of a graph in a step, with the program that runs."""
+    """One call of a captured graph in a step, with the program that runs it.
 
-    name: str  # the modules whose parameters it takes; the line of its first op if it takes none
+    A program is the order in which ops run, recomputations included.
+    """
+
+    name: str  # name of the module whose parameters the call takes; without parameters, the code line of its first op
     graph: StepGraph
     program: CallProgram
     saved: int  # bytes that it keeps from its forward to its backward, besides inputs and outputs
@@ -35,7 +38,7 @@ class PlannedCall:
 
     @property
     def again(self) -> int:
-        """The number of ops that run again."""
+        """Number of recomputations."""
         return len(self.program.order.ops) - len(self.graph.ops)
 
     @property
@@ -64,28 +67,28 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownPath:
-    """A sequence of calls that some steps took."""
+    """A sequence of graph calls that some steps made, such as one side of a branch."""
 
     calls: int
-    share: float  # of all steps
-    peak: int | None  # bytes; None: no programs fit on it
+    share: float  # fraction of all steps that made these calls
+    peak: int | None  # peak bytes; None: nothing fits into the budget
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedGraphs:
     """The plan for a model that is several graphs, on the path of the last step, with all figures about it.
 
-    Bytes are above what was allocated when the forward of the model began. What the last step did not do, such as
-    another branch, is planned too (`paths`).
+    Bytes are above what was allocated when the model's forward began. Other sequences of calls, such as the
+    other side of a branch, are planned too (`paths`).
     """
 
     model: str  # the name of the model's class
-    broken_at: str  # the line where the first graph ends; "": not known
-    python: tuple[str, ...]  # functions that call graphs and stay Python, with their lines
+    broken_at: str  # code line at which the first graph ends; "": unknown
+    python: tuple[str, ...]  # functions that call graphs but run as Python code, with their lines
     budget: int
     predicted_peak: int
-    keep_all_peak: int  # the peak if nothing runs again, which budgets in percent refer to
-    minimum: int  # the least budget with which all known paths run
+    keep_all_peak: int  # peak bytes without any recomputation, which budgets in percent refer to
+    minimum: int  # smallest budget in bytes with which all known sequences of calls can run
     calls: tuple[PlannedCall, ...]
     paths: tuple[KnownPath, ...]
 
@@ -133,17 +136,17 @@ class PlannedGraphs:
 
     @property
     def graphs(self) -> int:
-        """The number of different graphs that the step calls."""
+        """Number of different graphs that the step calls."""
         return len({id(call.graph) for call in self.calls})
 
     @property
     def predicted_time(self) -> float:
-        """The seconds of all calls; what runs between them is not counted."""
+        """Seconds of all graph calls, without the Python code between them."""
         return sum(call.program.time for call in self.calls)
 
     @property
     def keep_all_time(self) -> float:
-        """The seconds of all calls if nothing runs again."""
+        """Seconds of all graph calls without any recomputation."""
         return sum(call.fastest for call in self.calls)
 
     @cached_property
@@ -168,7 +171,7 @@ class PlannedGraphs:
 
     @property
     def headline(self) -> str:
-        """The plan in a line, for logs."""
+        """A one-line summary of the plan, for logs."""
         return (
             f"{self.graphs} {'graph' if self.graphs == 1 else 'graphs'}, {len(self.calls)} calls a step: peak "
             f"{format_bytes(self.predicted_peak)} of {format_bytes(self.budget)} allowed, time "

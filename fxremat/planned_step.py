@@ -1,4 +1,4 @@
-"""The plan of one training step as data, with all figures about it, and without the printing."""
+"""The plan of one training step as data, with figures derived from it; printing is in other modules."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightBudget:
-    """The figures of a step that updates its weights, whose budget covers weights, gradients and optimizer state."""
+    """Figures of a plan whose backward also updates the weights, and whose budget covers all memory of the weights.
 
-    handles: Handles  # the inputs of the graphs through which they reach the parameters
-    keep_all_peak: int  # bytes of keep-all, with all parameters on the device
-    minimum: int  # the least budget
-    hosted: frozenset[int] = frozenset()  # values of the parameters that live on the host
+    That is the weights, their gradients, and the optimizer's state.
+    """
+
+    handles: Handles  # the graph inputs through which the step accesses the parameters
+    keep_all_peak: int  # peak bytes without any recomputation and with all parameters on the device
+    minimum: int  # smallest budget in bytes that works
+    hosted: frozenset[int] = frozenset()  # values of the graph that are parameters stored on the host
     optimizer: str = ""  # the optimizer that updates the parameters, as `ops.parameters.kind_of_optimizer` names it
     later: bool = False  # the parameters are updated in `optimizer.step()`, not in the backward
     step_bytes: int = 0  # the peak of `optimizer.step()` then
@@ -47,73 +50,76 @@ class WeightBudget:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Compiled:
-    """The regions of a step that Inductor compiles, with the program that they make and its costs."""
+    """The groups of ops ("regions") of a step that Inductor compiles, with the order in which they run, and costs."""
 
-    chosen: Candidate  # the program in units: compiled regions, and ops that run as they are
-    costs: Costs  # seconds and bytes of the units
+    chosen: Candidate  # the order of ops that runs; each compiled region counts as one op
+    costs: Costs  # seconds and bytes of the compiled regions and of the ops between them
     regions: int  # the number of compiled regions
-    distinct: int  # regions that were compiled; equal ones share their kernels
-    ops: int  # executions of ops that are in regions
-    seconds: float  # spent on compiling for this plan
+    distinct: int  # number of different compiled regions; equal regions share kernels
+    ops: int  # number of op executions inside of compiled regions
+    seconds: float  # seconds spent on compiling for this plan
 
 
 class PlannableStep(Protocol):
-    """The captured step of a plan, as far as it is used to plan again; `fxremat.CapturedStep` is one."""
+    """A captured step as `PlannedStep` uses it to plan again; `fxremat.CapturedStep` is one."""
 
     @property
     def sizes(self) -> str:
-        """The sizes that may change, as `tokens[1] = 300`; "" where all are fixed."""
+        """The symbolic input sizes and their values, such as `tokens[1] = 300`; "": all sizes are fixed."""
 
     @property
     def resizable_inputs(self) -> frozenset[str]:
-        """The names of the inputs whose sizes `at` may set; sizes of other inputs may follow from these."""
+        """Names of the inputs whose sizes `at` can set; sizes of other inputs may be derived from these."""
 
     @property
     def plan(self) -> Callable[..., Any]:
-        """The method that plans within another budget, or with other options: `plan(mem, **options)`."""
+        """The method `plan(mem, **options)`, which plans the step within another budget or with other options."""
 
     def least(self) -> int:
-        """Return the least budget that works, in bytes."""
+        """Return the smallest budget that works, in bytes."""
 
     @property
     def at(self) -> Callable[..., Any]:
-        """The method that returns the step for inputs of other sizes: `at(tokens=300)`."""
+        """The method `at(tokens=300)`, which returns the step for inputs of other sizes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PlannedStep:
-    """The plan of one training step inside a budget: the chosen program, its alternatives, and figures about both.
+    """The plan of one training step within a budget: the chosen program, its alternatives, and figures about both.
 
-    Bytes are above what was allocated when forward began; seconds are those of the device it was planned for.
+    A program is the order in which ops run, recomputations included. Bytes are above what was allocated when
+    the forward began; seconds are those of the device that the plan is for.
     """
 
-    budget: int  # bytes that the user allows
+    budget: int  # bytes that the step may use
     chosen: Candidate
-    alternatives: Frontier  # the frontier that it was chosen from
+    alternatives: Frontier  # the Pareto frontier (peak, time) that `chosen` was picked from
     costs: Costs
     device: str
-    timed: str  # the source of times: "measured" or "estimated"
-    tier: HostTier | None = None  # where values may wait, with offloading
-    link: Link | None = None  # the speeds of copies to the tier and back
-    weights: WeightBudget | None = None  # where the step updates its weights, and the budget covers them
+    timed: str  # where the seconds are from: "measured" or "estimated"
+    tier: HostTier | None = None  # the host storage for offloaded tensors; None: nothing is offloaded
+    link: Link | None = None  # speeds of copies to the tier and back; None: nothing is offloaded
+    # figures of a plan whose budget also covers the weights that the step updates; None for other plans
+    weights: WeightBudget | None = None
     step: PlannableStep | None = None  # the step that was planned; None: the plan was read from a file
-    slices: tuple[SlicedRegion, ...] = ()  # regions that run in slices
-    slicing: Slicing | None = None  # the settings with which these regions were chosen
-    not_sliced: tuple[str, ...] = ()  # where slices were asked for: reasons why ops that need much memory have none
-    more_slices: bool = False  # further ways to slice were not tried, and may need less memory
-    compiled: Compiled | None = None  # where ops run in compiled regions
-    not_compiled: str = ""  # where compiled regions were asked for: the reason why there are none
-    on_device: DeviceMemory | None = None  # memory of the device that the user named, with all else that it holds
+    slices: tuple[SlicedRegion, ...] = ()  # groups of ops that run in slices of the batch or sequence
+    slicing: Slicing | None = None  # the settings that `slices` were chosen with
+    not_sliced: tuple[str, ...] = ()  # if slices were requested: reasons why ops that need much memory are not sliced
+    more_slices: bool = False  # True: some ways to slice were not tried, and might need less memory
+    compiled: Compiled | None = None  # the groups of ops that Inductor compiles; None: there are none
+    not_compiled: str = ""  # if compiled regions were requested and there are none: the reason
+    # memory of the device that the user named, including parameters, inputs and optimizer state
+    on_device: DeviceMemory | None = None
     environment: Mapping[str, Any] | None = None  # device, versions and settings of a plan read from a file; else None
-    saved_as: str = ""  # the file that the plan was read from; "": none
-    assumed: str = ""  # the assumptions on a device that costs were estimated for
+    saved_as: str = ""  # path of the file that the plan was read from; "": it was not read from a file
+    assumed: str = ""  # what was assumed about the device that costs were estimated for
 
     def __repr__(self) -> str:
         return f"<fxremat plan: {self.headline}>"
 
     @property
     def running(self) -> Self:
-        """This plan with the program that runs: if regions are compiled, each of them is one op of it."""
+        """This plan with the program that really runs: each compiled region counts as one op."""
         if self.compiled is None:
             return self
         chosen = self.compiled.chosen
@@ -122,34 +128,34 @@ class PlannedStep:
 
     @property
     def op_by_op(self) -> Self:
-        """This plan without compiled regions: the program op by op that they were formed in."""
+        """This plan with the program before compilation, in which each op of a compiled region runs by itself."""
         return replace(self, compiled=None) if self.compiled else self
 
     @property
     def predicted_peak(self) -> int:
-        """The peak in bytes, exact up to the allocator's rounding."""
+        """Predicted peak in bytes, exact except for the allocator's rounding."""
         return max(self.running.chosen.peak, self.weights.step_bytes if self.weights else 0)
 
     @property
     def predicted_time(self) -> float:
-        """The seconds that one forward and backward take by this plan."""
+        """Predicted seconds of one forward and backward."""
         return self.running.chosen.time
 
     @property
     def keep_all_peak(self) -> int:
-        """The peak in bytes of the step without recomputation (keep-all), which budgets in percent refer to."""
+        """Peak bytes of the step without any recomputation, which budgets in percent refer to."""
         return self.weights.keep_all_peak if self.weights else self.alternatives.keep_all.peak
 
     @property
     def keep_all_time(self) -> float:
-        """The seconds of one forward and backward where all is kept and nothing recomputed (keep-all)."""
+        """Seconds of one forward and backward without any recomputation."""
         return self.alternatives.keep_all.time
 
     @cached_property
     def minimum(self) -> int:
-        """The least budget, in bytes, that this model can be compiled with.
+        """Smallest budget, in bytes, with which this step can run.
 
-        With slices, reading it for the first time may start a search, which is about as slow as a plan.
+        With slices, the first access may start a search, which takes about as long as a plan.
         """
         if not (self.more_slices and self.step):
             return self.known_minimum
@@ -157,59 +163,63 @@ class PlannedStep:
 
     @property
     def known_minimum(self) -> int:
-        """The least budget, in bytes, of the programs that were tried for this plan."""
+        """Smallest budget, in bytes, that any program tried for this plan needs."""
         return self.weights.minimum if self.weights else self.alternatives.minimum
 
     @property
     def sizes(self) -> str:
-        """The sizes that the plan is for and that may change, as `tokens[1] = 300`; "" where all are fixed."""
+        """The symbolic input sizes of the plan and their values, such as `tokens[1] = 300`; "": all sizes are fixed."""
         return self.step.sizes if self.step else ""
 
     @property
     def frontier(self) -> tuple[tuple[int, float], ...]:
-        """The (peak in bytes, time in seconds) of every plan on offer, fastest first."""
+        """(peak in bytes, time in seconds) of each alternative plan, fastest first."""
         return tuple((candidate.peak, candidate.time) for candidate in self.alternatives.candidates)
 
     @property
     def graph(self) -> StepGraph:
-        """The step that the plan was made for: forward and backward op by op."""
+        """The graph of the step, forward and backward, that the plan was made for."""
         return self.chosen.layout.graph
 
     @property
     def step_graph(self) -> StepGraph:
-        """The step as numbers alone, without nodes of torch.fx: `to_json()` writes it."""
+        """The graph of the step as plain data, without fx nodes; `to_json()` writes it."""
         return self.graph.step if isinstance(self.graph, Captured) else self.graph
 
     def to_networkx(self) -> nx.DiGraph[tuple[str, int]]:
-        """Return the step as a graph of networkx: see `StepGraph.to_networkx`."""
+        """Return the graph of the step as a networkx graph: see `StepGraph.to_networkx`."""
         return self.graph.to_networkx()
 
     @property
     def captured(self) -> Captured:
-        """The step with the graph of torch.fx that it was read from."""
+        """The step together with the fx graph that it was read from."""
         return captured_of(self.graph)
 
     @cached_property
     def chain(self) -> Chain:
-        """The model as a chain of blocks, with the seconds and bytes of each, as the solvers see it."""
+        """The step as a chain of blocks (runs of consecutive ops), with seconds and bytes, as the chain solvers see it.
+        """
         return chain_of(self.chosen.layout, self.costs)
 
     @property
     def schedule(self) -> Schedule | JoinSchedule:
-        """The operations in order, block by block; a refined plan departs from them here and there (see `program`)."""
+        """The forwards and backwards of blocks, in order.
+
+        If the plan was improved op by op, what runs (`program`) differs from it in places.
+        """
         return self.chosen.join.schedule if self.chosen.join else self.chosen.schedule
 
     @cached_property
     def timeline(self) -> Timeline | JoinTimeline:
-        """The schedule simulated on the chain, or on the join of its towers: memory during each of its operations."""
+        """Simulation of `schedule` on the chain of blocks, or on joining chains: the memory during each operation."""
         return self.chosen.join or simulate(self.chain, self.chosen.schedule)
 
     @cached_property
     def lower_bound(self) -> float:
-        """The seconds that no choice of what to recompute, op by op, beats within the budget.
+        """Lower bound in seconds on every choice of recomputations, op by op, within the budget.
 
-        It holds for programs that run the backward in its captured order. For others (towers that take turns), and
-        where values may wait on the host, the bound is the time of keep-all.
+        It holds for programs that run the backward in its captured order. For other orders (chains that join
+        and run interleaved), and if tensors may be offloaded, the bound is the time without recomputation.
         """
         if self.chosen.join or self.link:
             return self.costs.time_of(range(len(self.graph.ops))) if self.slices else self.keep_all_time
@@ -218,17 +228,17 @@ class PlannedStep:
 
     @cached_property
     def program(self) -> Program:
-        """The program that runs, op by op, or unit by unit where regions are compiled."""
+        """The ops that run, in order, with recomputations; each compiled region is one op."""
         return self.running.chosen.program()
 
     @cached_property
     def memory(self) -> Memory:
-        """The bytes alive during each step of the program."""
+        """The bytes allocated during each execution of an op."""
         return live_bytes(self.program, self.running.costs.sizes)
 
     @cached_property
     def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The forward and the backward graph that run the plan's program."""
+        """The forward graph and the backward graph that the plan is lowered to."""
         return lower(
             self.program,
             self.tier.name if self.tier else "",
@@ -238,24 +248,25 @@ class PlannedStep:
 
     @property
     def loss_places(self) -> tuple[int, ...]:
-        """Indices of the losses' gradients among the backward graph's inputs, counted from the end: -1 is the last."""
+        """Indices of the losses' gradients among the backward graph's inputs, from the end: -1 is the last input."""
         graph = self.graph
         count = len(graph.tangents)
         return tuple(place - count for place, value in enumerate(graph.tangents) if value in graph.root_tangents)
 
     @property
     def forward_graph(self) -> fx.GraphModule:
-        """The graph (*inputs) -> (*outputs, *saved); `print_readable()` shows it with its blocks."""
+        """The lowered forward graph, (*inputs) -> (*outputs, *saved); `print_readable()` shows it with its blocks."""
         return self.graphs[0]
 
     @property
     def backward_graph(self) -> fx.GraphModule:
-        """The graph (*saved, *gradients of the outputs) -> gradients of the inputs."""
+        """The lowered backward graph, (*saved, *gradients of the outputs) -> gradients of the inputs."""
         return self.graphs[1]
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """The bytes of parameter and input gradients that are alive at the peak; fewer than all that are returned."""
+        """Bytes of parameter and input gradients that are allocated at the peak; gradients computed later do not count.
+        """
         at = max(range(len(self.memory.during)), key=self.memory.during.__getitem__, default=-1)
         program = self.program
         written = (version for step in program.steps[: at + 1] for version in step.writes)
@@ -264,7 +275,7 @@ class PlannedStep:
 
     @property
     def headline(self) -> str:
-        """The plan in a line, for logs."""
+        """A one-line summary of the plan, for logs."""
         return (
             f"peak {format_bytes(self.predicted_peak)} of {format_bytes(self.budget)} allowed, "
             f"time {format_seconds(self.predicted_time)}, "

@@ -1,4 +1,4 @@
-"""Plans of training steps inside a budget, which print as text."""
+"""The class `Plan`: how one training step runs within a budget, printable as text and as an HTML page."""
 
 from __future__ import annotations
 
@@ -31,38 +31,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Plan(PlannedStep):
-    """One training step inside a budget, which shows itself as text and as a page.
+    """The plan of one training step within a budget, printable as text and as an HTML page.
 
-    Bytes are above what was allocated when forward began; seconds are those of the device it was planned for.
+    Bytes are above what was allocated when the forward began; seconds are those of the device that the plan is
+    for.
     """
 
     @cached_property
     def modules(self) -> ModuleNode:
-        """A tree of modules: the bytes that each saves, recomputes and offloads, and the seconds that it runs."""
+        """A tree of the model's modules with the bytes that each saves, recomputes and offloads, and its seconds."""
         return modules_of(self)
 
     @cached_property
     def moments(self) -> Moments:
-        """The step on a clock: the ops with begin and end, and all that is on the device meanwhile."""
+        """A timeline of the step: when each op begins and ends, and what is allocated on the device meanwhile."""
         return Moments.of(self.running.chosen, self.running.costs)
 
     @cached_property
     def frontier(self) -> FrontierTable:
-        """The (peak in bytes, time in seconds) of every plan on offer, fastest first; it prints as a table."""
+        """(peak in bytes, time in seconds) of each alternative plan, fastest first; prints as a table."""
         return FrontierTable.of(self)
 
     def at(self, **sizes: object) -> Plan:
-        """Plan the same step for inputs of other sizes: within milliseconds where known programs can be used.
+        """Plan the same step for inputs of other sizes; this takes milliseconds if known programs can be reused.
 
-            plan.at(tokens=300)            the input `tokens` has 300 along its last symbolic dimension
-            plan.at(tokens=(8, 300))       ... and 8 along the first; a shape
-            plan.at(tokens={0: 8})         by dimension
+            plan.at(tokens=300)            size 300 in the last symbolic dimension of the input `tokens`
+            plan.at(tokens=(8, 300))       the shape of `tokens`
+            plan.at(tokens={0: 8})         size 8 in dimension 0
 
-        Other inputs whose sizes are equal to those now follow them, unless they are named too.
+        Sizes of other inputs that equal the present ones change together with them, unless they are given too.
 
         Raises:
-            BudgetTooSmall: nothing fits there.
-            FxrematError: the plan is of fixed sizes, or the input has none that are symbolic.
+            BudgetTooSmall: no plan fits at these sizes.
+            FxrematError: the plan has no symbolic sizes, or the input has none.
         """
         if not (self.step and self.step.sizes):
             raise FxrematError(
@@ -76,8 +77,8 @@ class Plan(PlannedStep):
         """Plan the same step within another budget, in any form of `mem`; nothing is captured or measured again.
 
         Raises:
-            BudgetTooSmall: nothing fits.
-            InvalidBudget: `mem` has another form.
+            BudgetTooSmall: no plan fits.
+            InvalidBudget: `mem` has an invalid form.
         """
         if self.step is None:
             raise FxrematError("this plan was read from a file, and has no step to plan again: capture the model")
@@ -89,7 +90,7 @@ class Plan(PlannedStep):
         return page(self)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the planned allocations as a memory snapshot of PyTorch."""
+        """Return the planned allocations in the format of PyTorch's memory snapshots."""
         return snapshot(self)
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
@@ -105,28 +106,28 @@ class Plan(PlannedStep):
         save_trace(self, path)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw time over memory for all plans on offer, on `ax` or new matplotlib axes, and return the axes.
+        """Draw time over peak memory of all alternative plans on `ax`, or on new matplotlib axes, and return the axes.
 
-        Raises FxrematError where matplotlib is not installed (the extra `plot`).
+        Raises `FxrematError` if matplotlib is not installed (the extra `plot`).
         """
         return plot(self, self.frontier, ax)
 
     def check(self, runs: int = 1) -> PlanCheck:
-        """Check the plan's two graphs as they were emitted: results, peak, and whether recomputed ops repeat.
+        """Check the two graphs that the plan is lowered to: results, peak, and whether recomputed ops repeat.
 
-        They are evaluated on fake tensors: every result has the shape and type that it has in the captured graph, and a
-        count of the storages alive gives the predicted peak (of plans without copies, slices and compiled regions).
+        The graphs run on fake tensors. Each result must have the shape and dtype that it has in the captured
+        graph, and the counted bytes must give the predicted peak (not checked with copies to the host, slices
+        or compiled regions).
 
         Args:
-            runs: 2 or more: run each recomputed op so often on made-up data, and name those whose bits differ.
-
-        Raises:
-            FxrematError: a result or the peak is another one.
+            runs: 2 or more: run each recomputed op this many times on made-up data, and name those whose bits differ.
+                Raises:
+            FxrematError: a result or the peak differs.
         """
         return check(self, runs)
 
     def diff(self, other: PlannedStep) -> Difference:
-        """Return how another plan differs from this one: figures, and what modules save, recompute and offload."""
+        """Compare with another plan: peak, time, and what each module saves, recomputes and offloads."""
         return Difference.of(self, other)
 
     def __deepcopy__(self, _: dict[int, Any]) -> Plan:
@@ -142,11 +143,11 @@ class Plan(PlannedStep):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, which `Plan.load` and `fxremat.compile(model, plan=path)` read in any process.
 
-        It belongs to the same step on the same device, with the same PyTorch: another rank, another run, another
-        machine of this kind.
+        The plan can be used for the same step on the same kind of device with the same PyTorch: in another
+        rank, another run, or on another machine.
 
         Raises:
-            FxrematError: regions of it are compiled: such plans are not saved.
+            FxrematError: the plan has ops compiled by Inductor; such plans cannot be saved.
             OSError: the file cannot be written.
         """
         if self.compiled:
@@ -172,18 +173,19 @@ class Plan(PlannedStep):
 
     @classmethod
     def of(cls, data: PlanData, *, name: str = "") -> Plan:
-        """Return the plan that consists of data read from a file; `name` is the file's name, for messages."""
+        """Return a plan made of the data that was read from a file named `name`."""
         return cls(**{each: getattr(data, each) for each in NAMES}, environment=data.environment, saved_as=name)
 
     def on(self, captured: Captured) -> Plan:
-        """Return this plan for an equal step that was captured in this process. Raises `PlanMismatch` for others."""
+        """Return this plan for an equal step captured in this process. Raises `PlanMismatch` if the step differs."""
         data = PlanData(**{name: getattr(self, name) for name in NAMES}, environment=self.environment or {})
         return Plan.of(data.on(captured, self.saved_as or "the plan"), name=self.saved_as)
 
     def describe(self, *, full: bool = False) -> str:
-        """Return the plan as text of at most 100 columns; `full` has a line for each block and the complete schedule.
+        """Return a description of at most 100 columns; `full` adds a line for each block and the complete schedule.
 
-        Where the user named the device, and its memory is known, the text ends with whether the step fits there.
+        If the user named the device and its memory size is known, the last lines tell whether the step fits
+        there.
         """
         text, found = describe(self, full=full), self.on_device
         if found is None or found.device.memory is None:

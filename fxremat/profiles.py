@@ -1,4 +1,4 @@
-"""A profile of the memory of a training step as it is, and the changes that would save most.
+"""Profiles the memory of a training step, and finds the changes that would save most.
 
     profile = fxremat.profile(model, example_inputs)
     print(profile)                  peak, what it consists of, a tree by module, three changes that would save most
@@ -31,26 +31,26 @@ from fxremat.show.tree import rows_of
 from fxremat.slices.rewrite import bytes_beside_loss
 from fxremat.units import format_bytes, format_seconds
 
-BEST = 3  # changes that are shown
-WORTH = 0.01  # share of the peak: smaller savings are not shown
-BELOW = 0.9  # times the least budget without slices: the budget that is tried with slices
+BEST = 3  # maximum number of changes that are shown
+WORTH = 0.01  # savings below this fraction of the peak are not shown
+BELOW = 0.9  # the budget tried with slices, as a fraction of the smallest budget without slices
 HEADS = ("saved", "gradients", "forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """A way to run the step in less memory, with its peak and time beside those of keep-all."""
+    """A change that lets the step run in less memory, compared with the step without any change."""
 
-    what: str  # what is done, in plain words
-    how: str  # the call of fxremat.compile that does it
-    peak: int  # bytes
-    time: float  # seconds of one forward and backward
-    whole: int  # bytes: the peak of keep-all
-    fastest: float  # seconds of keep-all
+    what: str  # description of the change, such as "run the head in slices"
+    how: str  # the call of fxremat.compile that makes the change
+    peak: int  # peak bytes with the change
+    time: float  # seconds of one forward and backward with the change
+    whole: int  # peak bytes without the change
+    fastest: float  # seconds of one forward and backward without the change
 
     @property
     def saved(self) -> int:
-        """Bytes by which the peak is lower than that of keep-all."""
+        """Bytes by which the change lowers the peak."""
         return self.whole - self.peak
 
     def __str__(self) -> str:
@@ -62,9 +62,9 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Profile:
-    """A profile of the memory of a training step, which prints as text."""
+    """The memory profile of a training step, printable as text."""
 
-    plan: Plan  # the keep-all plan
+    plan: Plan  # the plan of the step without any recomputation
     changes: tuple[Saving, ...]  # the changes that would save most, the best first
 
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ class Profile:
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak of one forward and backward, above what was allocated before."""
+        """Peak bytes of one forward and backward, above what was allocated before."""
         return self.plan.predicted_peak
 
     @property
@@ -84,7 +84,7 @@ class Profile:
         return self.plan.predicted_time
 
     def to_html(self) -> str:
-        """Return a page that shows the step's memory, value by value."""
+        """Return an HTML page that shows the step's memory, tensor by tensor."""
         data = page_data(self.plan) | {
             "title": f"{self.plan.graph.model}: a profile by fxremat",
             "headline": self._headline,
@@ -97,7 +97,7 @@ class Profile:
 
     @property
     def _headline(self) -> str:
-        """The peak, and the peak after the change that saves most."""
+        """A sentence with the peak, and the peak after the change that saves most."""
         takes = f"{self.plan.graph.model} trains in {format_bytes(self.peak)}"
         best = next(iter(self.changes), None)
         would = f"; it could in {format_bytes(best.peak)}, {slower(best.time, best.fastest)}" if best else ""
@@ -129,7 +129,10 @@ class Profile:
 
 
 def profile_of(plan: Plan) -> Profile:
-    """Return the profile of a step from its keep-all plan; this plans the step twice more: offloaded, and in slices."""
+    """Profile a step, given its plan without recomputation.
+
+    The step is planned twice more: with offloading, and with slices.
+    """
     found = [change for change in (_recomputing(plan), _offloading(plan), _slicing(plan)) if change]
     worth = [change for change in found if change.saved >= WORTH * plan.predicted_peak]
     worth.sort(key=lambda change: (-change.saved, change.time))
@@ -141,18 +144,18 @@ def _where_it_goes(share: Share) -> tuple[float, ...]:
 
 
 def _recomputing(plan: Plan) -> Saving | None:
-    """Return what recomputation saves at the knee of the frontier of peak memory and time.
+    """Return the saving by recomputation, at the knee of the Pareto frontier of peak and time.
 
-    None if the peak there is no lower than the plan's.
+    None if the peak there is not below the plan's.
     """
     knee = knee_of(plan.alternatives.candidates)
     return _change(plan, knee, "recompute what is cheap to make again", knee.peak)
 
 
 def _offloading(plan: Plan) -> Saving | None:
-    """Return what offloading to the host saves in no more time than the knee of the plan's own frontier takes.
+    """Return the saving by offloading to the host, in at most the time that recomputation takes at its knee.
 
-    None if there is no such plan, or none with a lower peak.
+    None if no such plan has a lower peak.
     """
     knee = knee_of(plan.alternatives.candidates)
     other = _another(plan, knee.peak, offload=True)
@@ -167,9 +170,9 @@ def _offloading(plan: Plan) -> Saving | None:
 
 
 def _slicing(plan: Plan) -> Saving | None:
-    """Return what running regions in slices saves, in a budget that unsliced ops do not fit into; None if nothing.
+    """Return the saving by running groups of ops in slices, with a budget too small for the unsliced ops.
 
-    In language models the region is mostly the head with its loss.
+    None if slices save nothing. In language models they mostly apply to the vocabulary head with its loss.
     """
     beside = bool(bytes_beside_loss(plan.captured))
     slices = Slices(drop_outputs=True) if beside else True
@@ -182,7 +185,7 @@ def _slicing(plan: Plan) -> Saving | None:
 
 
 def _another(plan: Plan, mem: int, **options: Any) -> Plan | None:
-    """Return a plan of the same step within `mem` bytes and with other options; None if planning fails."""
+    """Plan the same step within `mem` bytes and with other options; return None if planning fails."""
     assert plan.step is not None
     try:
         made: Plan = plan.step.plan(max(1, mem), **options)
@@ -195,7 +198,8 @@ def _change(plan: Plan, candidate: Candidate, what: str, mem: int, **options: ob
     if candidate.peak >= plan.predicted_peak:
         return None
     outside = plan.costs.sizes.outside
-    if outside != set_aside(plan.captured, device_of(plan.graph)):  # the user gave the bytes of the loss
+    # the user gave the bytes of the loss, so the advice repeats them
+    if outside != set_aside(plan.captured, device_of(plan.graph)):
         options["loss"] = outside
     given = "".join(
         f", {name}={'fxremat.' if isinstance(value, Setting) else ''}{value!r}" for name, value in options.items()
@@ -212,9 +216,10 @@ def _change(plan: Plan, candidate: Candidate, what: str, mem: int, **options: ob
 
 
 def knee_of(candidates: tuple[Candidate, ...]) -> Candidate:
-    """Return the knee of a frontier: the candidate furthest below the line between its two ends, but not the fastest.
+    """Return the knee of a frontier: the candidate furthest below the line between its two ends.
 
-    The ends are the fastest candidate and that with the least peak; memory and time are scaled to 0 to 1 between them.
+    The ends are the fastest candidate, which is never returned unless it is the only one, and the one with the
+    lowest peak. Memory and time are scaled to 0 to 1 between them.
     """
     fast, small = candidates[0], candidates[-1]
 
@@ -227,7 +232,7 @@ def knee_of(candidates: tuple[Candidate, ...]) -> Candidate:
 
 
 def enough(size: int) -> str:
-    """Format a number of bytes, rounded up.
+    """Format a number of bytes, rounded up so that it suffices as a budget.
 
     >>> enough(66_900_000), enough(5_000_000_000), enough(1_000)
     ('63.9MiB', '4.66GiB', '1000B')

@@ -1,4 +1,4 @@
-"""Progress of planning: bars on a terminal, and log lines of the logger "fxremat".
+"""Shows the progress of planning: bars on a terminal, and log lines of the logger "fxremat".
 
     with bars(shown=options.progress):                      one switch for every bar within
         with planning("1460 ops within 4.0 GiB") as planned:
@@ -35,19 +35,19 @@ EVERY = 10.0  # seconds between two progress lines
 
 logger = logging.getLogger("fxremat")
 logger.addHandler(logging.NullHandler())
-ticks = logger.getChild("progress")  # the progress lines
-_stages: list[_Stage] = []  # running stages, innermost last
-_tellers: list[_Stage] = []  # stages of open `telling` contexts; the outermost has the thread that logs
+ticks = logger.getChild("progress")  # the logger of the periodic progress lines
+_stages: list[_Stage] = []  # stages that are running now, innermost last
+_tellers: list[_Stage] = []  # stages of the `telling` contexts now open; only the outermost has a thread that logs
 _shown: ContextVar[bool] = ContextVar("_shown", default=True)
 
 
 @dataclass(eq=False)
 class _Stage:
-    """A part of planning that takes some time."""
+    """A part of planning that is running, such as "measuring ops"."""
 
     what: str
-    total: int | None = None  # steps
-    taken: int = 0  # steps, including the current one
+    total: int | None = None  # number of steps; None: unknown
+    taken: int = 0  # number of steps begun
 
     def __str__(self) -> str:
         return self.what if self.total is None else f"{self.what}, {self.taken} of {self.total}"
@@ -55,15 +55,15 @@ class _Stage:
 
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
-    """Log a line every `EVERY` seconds while the context is open: the innermost running stage, and for how long.
+    """Within this context, log every `EVERY` seconds which stage of planning runs, and for how long.
 
-    Only the outermost of nested contexts has a thread for that.
+    Of nested contexts, only the outermost starts a thread for that.
     """
     stage, done, began = _Stage(what), threading.Event(), time.monotonic()
 
     def tell() -> None:
         while not done.wait(EVERY):
-            under_way = (_stages[-1:] or [stage])[0]  # another thread may end the last stage meanwhile
+            under_way = (_stages[-1:] or [stage])[0]  # another thread may end the last stage at any time
             ticks.info("%s; %.0f s so far", str(under_way), time.monotonic() - began)
 
     thread = None if _tellers else threading.Thread(target=tell, daemon=True, name="fxremat progress")
@@ -83,7 +83,7 @@ def telling(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown_on_stderr() -> Iterator[None]:
-    """Print the progress lines on stderr, unless a bar is shown."""
+    """Within this context, print the periodic progress lines on stderr, except while a bar is shown."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("fxremat: %(message)s"))
     handler.addFilter(lambda _: not getattr(tqdm, "_instances", ()))
@@ -99,7 +99,7 @@ def shown_on_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def bars(*, shown: bool) -> Iterator[None]:
-    """Show the bars of everything in the context, or none of them; an outer `shown=False` prevails."""
+    """Show or hide the bars of everything in this context; an outer `shown=False` prevails."""
     token = _shown.set(shown and _shown.get())
     try:
         yield
@@ -108,7 +108,7 @@ def bars(*, shown: bool) -> Iterator[None]:
 
 
 def progress(steps: Iterable[_T], what: str, *, total: int | None = None) -> Generator[_T]:
-    """Yield the given steps one by one, with a bar named `what` on stderr; total=None: the number of steps is unknown.
+    """Yield the items of `steps`, and show a bar named `what` on stderr; total=None: the number of steps is unknown.
 
     >>> list(progress(range(3), "nothing to see"))
     [0, 1, 2]
@@ -128,7 +128,7 @@ def progress(steps: Iterable[_T], what: str, *, total: int | None = None) -> Gen
 
 
 def in_notebook() -> bool:
-    """Tell whether this is a cell of a notebook, or of a console with a kernel process. IPython is not imported.
+    """Tell whether this code runs in a notebook, or in a console with a kernel process; IPython is not imported.
 
     The shell of a kernel is a `ZMQInteractiveShell`, or a class derived from it; that of a terminal is another one.
     """
@@ -139,9 +139,10 @@ def in_notebook() -> bool:
 
 @cache
 def notebook_bar() -> type[Any] | None:
-    """Return the class of bars that are widgets; None if ipywidgets are missing, and only a text is possible.
+    """Return the class of progress bars for notebooks; None if ipywidgets is missing, where only text is possible.
 
-    `tqdm.auto` would warn of that. A bar of a loop that is left early counts as done, too: tqdm would leave it in red.
+    `tqdm.auto` would warn if it is missing. A bar of a loop that ends early is shown as complete; tqdm would
+    leave it red.
     """
     from tqdm import notebook
 
@@ -149,7 +150,7 @@ def notebook_bar() -> type[Any] | None:
         return None
 
     class Bar(notebook.tqdm_notebook):  # type: ignore[type-arg]  # generic for type checkers alone
-        __iter__ = tqdm.__iter__  # without the red that it turns to when its generator is closed
+        __iter__ = tqdm.__iter__  # unlike tqdm_notebook's, does not turn the bar red when its generator is closed
 
         def close(self) -> None:
             self.total = self.n
@@ -160,9 +161,10 @@ def notebook_bar() -> type[Any] | None:
 
 @contextlib.contextmanager
 def planning(what: str) -> Iterator[Callable[[str], None]]:
-    """Log that `what` is being planned, and how and after how many seconds it ended.
+    """Within this context, `what` is being planned: log the beginning and, after how many seconds, the end.
 
-    The yielded function is to be called with what the plan achieves; an exception is logged by its first line.
+    The caller passes a summary of the plan to the function that the context yields. If an exception ends the
+    context, its first line is logged.
     """
     began = time.perf_counter()
     achieved: list[str] = []

@@ -1,12 +1,12 @@
-"""The settings of one feature each, as options of `fxremat.compile` take them; each is checked when it is made.
+"""Classes of settings, one per feature, that `fxremat.compile` takes as options; they check their values.
 
-    offload=Offload(limit="16GiB")               what may wait on the host
-    slices=Slices(max_parts=8)                   which regions run in slices
-    backend=Inductor(random="eager")             how regions are compiled
-    loss=Loss(bytes="300MB")                     what a loss outside the model allocates
-    search=Search(seconds=60)                    how long programs are searched for
+    offload=Offload(limit="16GiB")               what may be stored on the host
+    slices=Slices(max_parts=8)                   how groups of ops run in slices of the batch or sequence
+    backend=Inductor(random="eager")             how groups of ops are compiled
+    loss=Loss(bytes="300MB")                     the memory of a loss outside the model
+    search=Search(seconds=60)                    limits of the search for plans
 
-A setting is a value: two with the same fields are equal, and nothing in it changes.
+Settings are immutable; two settings with the same fields are equal.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ MANY_SLICES = 1 << 20  # slices of a region at most where the user sets no limit
 
 
 class Setting:
-    """Base of the settings of a feature, which print as a call that makes them."""
+    """Base class of the settings; `repr` gives a call that makes the same setting."""
 
     def __repr__(self) -> str:
-        """Show the fields that differ from their defaults."""
+        """Return a call with the fields that differ from their defaults."""
         changed = ((f.name, getattr(self, f.name)) for f in fields(self) if f.init)  # type: ignore[arg-type]
         usual = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
         given = ", ".join(f"{name}={value!r}" for name, value in changed if value != usual[name])
@@ -46,7 +46,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Offload(Setting):
-    """A description of what may wait on the host while the step does not need it.
+    """What may be stored on the host while the step does not need it: activations, parameters, optimizer state.
 
     Args:
         tier: where on the host: a tier of `fxremat.host.tier`, such as fxremat.FileTier("/fast/disk"). None: pinned
@@ -62,7 +62,7 @@ class Offload(Setting):
             their parameter does, and `mem` covers the updates too.
 
     Raises:
-        FxrematError: a field has a value that it cannot have; or neither activations nor weights may wait.
+        FxrematError: a field has an invalid value, or `activations` and `weights` are both False.
     """
 
     tier: HostTier | None = None
@@ -87,20 +87,21 @@ class Offload(Setting):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Slices(Setting):
-    """A request to run regions of the model (a vocabulary head, a wide MLP, a convolutional trunk) in slices of rows.
+    """Settings for running groups of ops (a vocabulary head, a wide MLP, a convolutional trunk) in slices of rows.
 
-    Regions are sliced only where that saves memory or costs no time. Gradients that are sums over slices are equal up
-    to rounding, no longer bit for bit: docs/slices.md. With slices, a plan holds for inputs of one size only.
+    Such a group is called a region; it is sliced only if that saves memory or costs no time. Gradients that are
+    sums over slices are equal up to rounding, not bit for bit: see docs/slices.md. A plan with slices is valid
+    only for inputs of one size.
 
     Args:
-        max_parts: slices of a region at most, 2 or more. None: as many as the budget needs.
-        reduce_dtype: the type in which gradients of half precision are summed over slices: torch.float32, or "same" for
-            the type of the gradient. None: float32 where that fits into the budget.
-        drop_outputs: return large tensors that only feed the loss, such as logits, as NaN of the same shape that takes
-            no memory.
+        max_parts: maximum number of slices of a region, 2 or more. None: as many as the budget requires.
+        reduce_dtype: the dtype in which half-precision gradients are summed over slices: torch.float32, or "same" for
+            the dtype of the gradient. None: float32 if that fits into the budget.
+        drop_outputs: True: large tensors that only the loss is computed from, such as logits, are returned as NaN of
+            the same shape without memory.
 
     Raises:
-        FxrematError: a field has a value that it cannot have.
+        FxrematError: a field has an invalid value.
     """
 
     max_parts: int | None = None
@@ -119,24 +120,24 @@ class Slices(Setting):
 
     @property
     def most(self) -> int:
-        """Slices of a region at most."""
+        """Maximum number of slices of a region."""
         return MANY_SLICES if self.max_parts is None else self.max_parts
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Inductor(Setting):
-    """Compile regions of the planned step with torch's Inductor, each of which is measured.
+    """Settings for compiling groups of ops of the planned step with Inductor; each compiled group is measured.
 
-    Gradients are those of torch.compile up to rounding: docs/kernels.md. Sizes of inputs are fixed then.
+    Gradients equal those of torch.compile up to rounding: see docs/kernels.md. Input sizes are fixed.
 
     Args:
-        random: whose dropout masks are drawn: "inductor", those of torch.compile, made again from a seed where they
-            are recomputed; or "eager", those of eager PyTorch. None: "inductor" on CUDA, where drawing them in a
-            compiled region costs nothing, else "eager".
-        config: patches of `torch._inductor.config` by name.
+        random: which random numbers dropout uses: "inductor": those of torch.compile, generated again from a seed if
+            they are recomputed; "eager": those of eager PyTorch. None: "inductor" on CUDA, where generating them in a
+            compiled group costs nothing, else "eager".
+        config: settings of `torch._inductor.config`, by name.
 
     Raises:
-        FxrematError: a field has a value that it cannot have, or Inductor has no such setting.
+        FxrematError: a field has an invalid value, or Inductor has no such setting.
     """
 
     random: str | None = None
@@ -154,32 +155,33 @@ class Inductor(Setting):
         check_settings(self.config or {})
 
     def draws_from_seeds(self, *, in_triton: bool) -> bool:
-        """Tell whether dropout masks are drawn from seeds that are values of the step, as torch.compile does.
+        """Tell whether dropout masks are generated from seeds that are part of the graph, as torch.compile does it.
 
-        `in_triton`: Inductor compiles for this device with Triton, which makes that the default.
+        If `in_triton`, Inductor compiles for this device with Triton, and seeds are the default.
         """
         return (self.random or ("inductor" if in_triton else "eager")) == "inductor"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Loss(Setting):
-    """A description of the loss, where the model's graph does not tell.
+    """What fxremat cannot see of a loss: its memory if it is outside the model, and which outputs get gradients.
 
     Args:
-        bytes: what a loss outside the model allocates between forward and backward, in the forms of a size. None:
-            nothing where the model returns its loss; else four times the bytes of its outputs, five times those of an
-            fp32 copy in half precision. On CUDA the first step measures it, and the next is planned for that.
-        gradients: which outputs of a model that returns its loss take a gradient: "loss", it alone; if another one
-            comes after all, that step runs as plain PyTorch, outside of the budget, and the next is planned for it.
-            "all": every output, from the start.
+        bytes: what a loss outside the model allocates between forward and backward, as a number or a text such as
+            "300MB". None: 0 if the model returns its loss; else four times the bytes of its outputs, or, for
+            half-precision outputs, five times the bytes of a float32 copy. On CUDA the first step measures it, and
+            later steps are planned with the result.
+        gradients: which outputs get gradients if the model returns its loss. "loss": only the loss; if another output
+            gets one, that step runs as plain PyTorch without a budget, and later steps are planned for it. "all":
+            every output.
 
     Raises:
-        FxrematError: a field has a value that it cannot have.
+        FxrematError: a field has an invalid value.
     """
 
     bytes: int | str | None = None
     gradients: str = "loss"
-    size: int | None = field(init=False)  # what `bytes` means
+    size: int | None = field(init=False)  # `bytes` as a number; None: not given
 
     def __post_init__(self) -> None:
         if self.gradients not in GRADIENTS:
@@ -191,16 +193,16 @@ class Loss(Setting):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Search(Setting):
-    """The limits of the search for programs.
+    """Limits of the search for plans.
 
     Args:
-        seconds: time for solver="auto" to improve schedules of blocks op by op, if it did so for all budgets. It stops
-            at the budget that was asked for, so that it usually takes less. 0: schedules are not improved.
+        seconds: time in which solver="auto" improves plans op by op for all budgets. It stops at the requested
+            budget, so it usually takes less. 0: plans are not improved op by op.
         slots: number of memory levels in the dynamic programs, from 1 to 100,000.
-        progress: show bars while ops are measured and programs improved, where stderr is a terminal.
+        progress: show progress bars if stderr is a terminal.
 
     Raises:
-        FxrematError: a field has a value that it cannot have.
+        FxrematError: a field has an invalid value.
     """
 
     seconds: float = EFFORT
@@ -219,7 +221,7 @@ class Search(Setting):
 
 
 def check_wishes(name: str, wishes: Sequence[object]) -> None:
-    """Raise `FxrematError` for a wish that is neither a pattern of modules nor a predicate on nodes."""
+    """Raise `FxrematError` unless each of `wishes` is a pattern of module names or a predicate on nodes."""
     for wish in wishes:
         if not (isinstance(wish, str) or callable(wish)):
             raise FxrematError(
@@ -239,7 +241,7 @@ def _check_bools(setting: object, *names: str) -> None:
 
 
 def _size(name: str, given: int | str | None) -> int | None:
-    """Return the bytes that a size such as "16GiB" means; None for None. Raises `InvalidBudget`."""
+    """Parse a size such as "16GiB" into bytes; None for None. Raises `InvalidBudget`, with `name` in the message."""
     try:
         return None if given is None else parse_bytes(given)
     except InvalidBudget as error:

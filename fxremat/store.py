@@ -1,4 +1,4 @@
-"""All that is kept on disk between processes: an SQLite file, with a table for each kind of content.
+"""Caches results on disk between processes, in an SQLite file with a table for each kind of content.
 
     store = Store(folder() / "some-device.sqlite")
     store.put("costs", {key: content})
@@ -26,37 +26,40 @@ from urllib.parse import quote
 if TYPE_CHECKING:
     import sqlite3
 
-PATIENCE = 1.0  # seconds to wait for another process that is writing
-MOST_FILE = 1 << 28  # bytes of a file that is read; a larger one is replaced
-MOST_ROW = 1 << 16  # bytes of a row that `all` reads
-NOT_A_STORE = (1, 11, 26)  # SQLite's ERROR (other columns), CORRUPT and NOTADB
+PATIENCE = 1.0  # seconds to wait while another process writes
+MOST_FILE = 1 << 28  # maximum bytes of a file that is read; a larger file is replaced
+MOST_ROW = 1 << 16  # maximum bytes of a row that `all` reads
+# SQLite error codes that make a file be replaced: ERROR (e.g. other columns), CORRUPT and NOTADB
+NOT_A_STORE = (1, 11, 26)
 
 
 def folder() -> Path:
-    """Return the folder that stores lie in."""
+    """Return the folder that contains the cache files."""
     if given := os.environ.get("FXREMAT_CACHE"):
         return Path(given)
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / "fxremat"
     home = Path(os.path.expanduser("~"))
-    return (home if home.is_absolute() else Path(os.devnull)) / ".cache" / "fxremat"  # no home: no store
+    # without a home folder, the path is one that cannot be written to
+    return (home if home.is_absolute() else Path(os.devnull)) / ".cache" / "fxremat"
 
 
 @dataclass(frozen=True)
 class Store:
-    """Bytes by text, in tables, that outlive the process."""
+    """A persistent mapping from text keys to bytes, in several tables of an SQLite file."""
 
     path: Path
 
     def all(self, table: str) -> dict[str, bytes]:
-        """Return the rows of a table, content by key, but none of more than `MOST_ROW` bytes; {} without a table."""
+        """Return {key: content} of a table, without rows of more than `MOST_ROW` bytes; {} if the table does not exist.
+        """
         with contextlib.suppress(OSError, *_sqlite_errors()), self._reading() as file:
             select = f"SELECT key, content FROM {table} WHERE typeof(key) = 'text' AND typeof(content) = 'blob'"
             return dict(file.execute(f"{select} AND length(content) <= {MOST_ROW}"))
         return {}
 
     def get(self, table: str, key: str) -> bytes | None:
-        """Return the content of the row with this key, and mark it as used now; None if there is no such row."""
+        """Return the content of the row with this key and update its time of last use; None if there is no such row."""
         content: object = None
         with contextlib.suppress(OSError, *_sqlite_errors()), self._reading() as file:
             content, *_ = file.execute(f"SELECT content FROM {table} WHERE key = ?", (key,)).fetchone() or (None,)
@@ -70,7 +73,7 @@ class Store:
         """Write rows, and return whether that succeeded within `PATIENCE` seconds.
 
         Args:
-            most: the number of rows that the table keeps, those that were used last; None: all of them.
+            most: maximum number of rows in the table; the least recently used ones are deleted. None: no limit.
         """
         with contextlib.suppress(OSError, *_sqlite_errors()):
             self._write(table, rows, most)
@@ -79,7 +82,7 @@ class Store:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        """Open the file to read. Raises `OSError` if there is no file, or a too large one, and SQLite's errors."""
+        """Open the file for reading. Raises `OSError` if it does not exist or is too large, and SQLite's errors."""
         import sqlite3
 
         if not 0 < self.path.stat().st_size <= MOST_FILE or not self.path.is_file():
@@ -90,7 +93,7 @@ class Store:
             yield file
 
     def _write(self, table: str, rows: Mapping[str, bytes], most: int | None) -> None:
-        """Add rows to the file, or put a new file in the place of one that is no store."""
+        """Add rows to the file; replace the file if it is not a valid store."""
         import sqlite3
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +116,7 @@ class Store:
 
 
 def _sqlite_errors() -> tuple[type[Exception], ...]:
-    """Return the exception types that using SQLite may raise: `ImportError` if Python was built without it."""
+    """Return the exception types that SQLite may raise; `ImportError` if Python was built without it."""
     try:
         import sqlite3
     except ImportError:
@@ -123,10 +126,11 @@ def _sqlite_errors() -> tuple[type[Exception], ...]:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open the file to write; what is written is kept as a whole, or not at all."""
+    """Open the file for writing, in one transaction."""
     import sqlite3
 
-    path.open("a").close()  # SQLite's own new files are not writable for a group, whatever the umask
+    # creates the file with the user's umask; SQLite's own new files are not writable for the group
+    path.open("a").close()
     with closing(sqlite3.connect(path, timeout=PATIENCE)) as file, file:
         yield file
 

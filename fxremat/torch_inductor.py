@@ -1,4 +1,4 @@
-"""torch's private names for compiling a part of a graph with Inductor, each behind one function.
+"""Wraps private functions of PyTorch that compile a part of a graph with Inductor, each behind one function.
 
 Each docstring names the versions of torch that it was checked with. Nothing here is imported before a region is
 compiled.
@@ -24,7 +24,8 @@ from fxremat.torch_private import real_tensors, storage_of, torch_release
 CUDA_GRAPHS = "triton.cudagraphs"
 ALWAYS = {
     CUDA_GRAPHS: False,
-    "bundle_triton_into_fx_graph_cache": False,  # it bundles the results of compiling one graph at a time
+    # it bundles compilation results of one graph at a time, and here threads compile several
+    "bundle_triton_into_fx_graph_cache": False,
 }
 
 
@@ -35,7 +36,9 @@ def compile_region(
     settings: Mapping[str, Any],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compile a functional graph of aten ops to a function that takes one list and empties it.
+    """Compile an fx graph of functional aten ops with Inductor.
+
+    Return a function that takes a list of inputs and empties the list.
 
     It makes the same calls as `torch.compile` for a graph that AOTAutograd has differentiated (torch 2.11, 2.13): ops
     are decomposed by `select_decomp_table()`, `joint_graph_passes` folds constants and turns scatters onto constants
@@ -87,13 +90,14 @@ def configuration(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(repr(sorted(known.items(), key=lambda item: item[0])).encode()).hexdigest()[:16]
 
 
-_turn = threading.Lock()  # held by the thread that lowers: Inductor's own state is not made for several
-_mine = threading.local()  # `_mine.lowers`: this thread holds `_turn`
+_turn = threading.Lock()  # held by the thread that runs Inductor's lowering, which is not thread-safe
+_mine = threading.local()  # `_mine.lowers` is True in the thread that holds `_turn`
 
 
 @contextlib.contextmanager
 def _my_turn() -> Iterator[None]:
-    """Let threads that compile regions take turns; one that waits for its compilers lets others continue."""
+    """Let only one thread at a time run Inductor in this context; while it waits for compiler processes, another may.
+    """
     _let_others_go_on_while_waiting()
     with _turn:
         _mine.lowers = True
@@ -105,9 +109,10 @@ def _my_turn() -> Iterator[None]:
 
 @functools.cache
 def _let_others_go_on_while_waiting() -> None:
-    """Release the turn in `torch._inductor.async_compile.AsyncCompile._wait_futures` (torch 2.11, 2.13).
+    """Release the lock `_turn` while Inductor waits for its compiler processes.
 
-    That is where it waits for compilers. Threads that compile something else pass through it as usual.
+    This wraps `torch._inductor.async_compile.AsyncCompile._wait_futures` (torch 2.11, 2.13). Threads that
+    compile something else call it as usual.
     """
     from torch._inductor.async_compile import AsyncCompile
 
@@ -128,7 +133,7 @@ def _let_others_go_on_while_waiting() -> None:
 
 @functools.cache
 def link_in_any_folder() -> None:
-    """Let Inductor link if PyTorch is in a folder with a space, for `torch.compile` too.
+    """Fix Inductor's linking if PyTorch is in a folder whose path has a space; this also affects `torch.compile`.
 
     `torch._inductor.cpp_builder.BuildOptionsBase.get_libraries_dirs` (torch 2.11, 2.13) names folders that a command
     line takes unquoted; torch 2.14 and 2.15 quote them there.
@@ -146,7 +151,7 @@ def link_in_any_folder() -> None:
 
 
 def _copy_outputs_that_share(graph: fx.GraphModule) -> None:
-    """Copy each output whose storage is that of an input or of an earlier output."""
+    """Clone each output of a graph that shares its storage with an input or an earlier output."""
     output: Any = graph.graph.output_node()
     taken = {storage_of(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder")}
     returned: list[Any] = []
@@ -169,7 +174,10 @@ def _decomposed(
     given: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> tuple[fx.GraphModule, list[torch.Tensor], Any]:
-    """Return the graph in the ops that Inductor lowers, fake inputs laid out as `given`, and their fake mode."""
+    """Decompose a graph into the ops that Inductor lowers.
+
+    Return it, fake inputs with the layout of `given`, and their mode.
+    """
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
@@ -193,7 +201,7 @@ def _decomposed(
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise `FxrematError` for a setting that `torch._inductor.config` does not have (torch 2.11, 2.13)."""
+    """Raise `FxrematError` for a setting that fxremat forbids or `torch._inductor.config` lacks (torch 2.11, 2.13)."""
     import torch._inductor.config as inductor_config
 
     known = inductor_config.get_config_copy() if settings else {}
@@ -205,7 +213,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def inductor_seeds(count: int, *, device: torch.device) -> torch.Tensor:
-    """Return the result of Inductor's op that draws the seeds of a graph, to be traced and compiled.
+    """Call Inductor's op that generates the seeds of a graph; meant to be traced and compiled.
 
     `torch._inductor.inductor_prims.seeds` (torch 2.11, 2.13). Compiled, it is `aten.randint.low` from the least int64
     to below the largest one; called eagerly, it draws from another range.
@@ -217,7 +225,7 @@ def inductor_seeds(count: int, *, device: torch.device) -> torch.Tensor:
 
 
 def inductor_uniform(seed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return the result of Inductor's op that draws float32 numbers of [0, 1) from a seed, to be traced and compiled.
+    """Call Inductor's op that draws float32 numbers in [0, 1) from a seed; meant to be traced and compiled.
 
     `torch._inductor.inductor_prims.random` (torch 2.11; 2.13 adds an option). Called eagerly, it ignores its seed.
     """

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """Return the module's forward as a function of one list, which empties it and frees each input after its last use.
+    """Return the module's forward as a function of one list, which frees each input after its last use.
 
     `torch.fx.graph._BoxedCodeGen` and the `_boxed_call` mark that AOTAutograd looks for are the same in torch 2.11 and
     2.13. Without them the caller keeps every saved tensor alive during the entire backward. The function keeps the
@@ -34,7 +34,7 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     from torch.fx.graph import _BoxedCodeGen
 
     module.graph.set_codegen(_BoxedCodeGen())
-    getattr(module, "real_recompile", module.recompile)()  # inference graphs delay their compilation (torch 2.11, 2.13)
+    getattr(module, "real_recompile", module.recompile)()  # inference graphs compile lazily (torch 2.11, 2.13)
     attributes = torch.nn.Module()
     attributes.__dict__.update({key: value for key, value in module.__dict__.items() if key != "_graph"})
     forward: Any = type(module).forward
@@ -43,7 +43,10 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def taking_a_list(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Mark a function as one that AOTAutograd passes a list to, which it empties: `_boxed_call` (torch 2.11, 2.13)."""
+    """Mark a function whose only argument is a list that it empties, so that AOTAutograd passes one.
+
+    AOTAutograd checks the attribute `_boxed_call` (torch 2.11, 2.13).
+    """
 
     def call(arguments: list[Any]) -> Any:
         return function(arguments)
@@ -74,7 +77,7 @@ def ranks_of_group(group: Any) -> list[int]:
 
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
-    """Leave fake-tensor mode (a partition function runs inside it), so that tensors made in the context are real.
+    """Within this context, tensors are real even if a fake-tensor mode is active, as in a partition function.
 
     `torch.utils._python_dispatch._disable_current_modes` in torch 2.11 and 2.13. AOTAutograd also partitions under the
     Python dispatcher, where a collective's `wait_tensor` would block for ever: `torch._C._DisablePythonDispatcher`
@@ -125,7 +128,7 @@ def differentiate_as_eager() -> Iterator[None]:
 
 
 def never_donate() -> None:
-    """Let the backward that is being compiled run again, whatever the settings are at that time.
+    """Allow the backward that is being compiled to run twice, whatever `donated_buffer` is set to later.
 
     Without `donated_buffer`, `ViewAndMutationMeta.bw_donated_idxs` stays None, and a second backward is refused unless
     the setting still holds; an empty list says that nothing is donated (torch 2.11, 2.13).
@@ -137,7 +140,7 @@ def never_donate() -> None:
 
 @functools.cache
 def holds_gradients() -> bool:
-    """Tell whether a compiled backward holds all gradients from autograd until it returns, not only a loss's.
+    """Tell whether a compiled backward keeps all gradients that autograd passes it alive until it returns.
 
     `CompiledFunction.backward` takes its arguments as a tuple that it never releases (torch 2.11), or releases (torch
     2.13, 2.14, 2.15); versions in between were not read.
@@ -146,12 +149,12 @@ def holds_gradients() -> bool:
 
 
 def torch_release() -> tuple[int, ...]:
-    """Return the release of PyTorch, as (2, 13)."""
+    """Return the release of PyTorch as numbers, such as (2, 13)."""
     return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
 
 
 class _Whatever:
-    """An object that equals everything; as the strides that a gradient should have, it accepts any."""
+    """An object that equals everything; as the expected strides of a gradient, it accepts any strides."""
 
     def __eq__(self, _: object) -> bool:
         return True
@@ -160,7 +163,7 @@ class _Whatever:
 
 
 def take_gradients_as_they_lie() -> None:
-    """Let the backward that is being compiled run on gradients in their present layout, without a copy.
+    """Let the backward that is being compiled accept gradients in any memory layout, without copying them.
 
     `ViewAndMutationMeta.subclass_tangent_meta` has a `PlainTensorMeta` for each, whose `memory_format` says to which
     size and strides a gradient is copied if it has others (`coerce_to_expected_memory_format`; torch 2.11, 2.13, 2.14,
@@ -207,7 +210,9 @@ DECOMPOSED = (*INTERPOLATIONS, "multi_margin_loss", "multilabel_margin_loss_forw
 
 @contextlib.contextmanager
 def _eager_kernels() -> Iterator[None]:
-    """Remove the Python versions of interpolations and of two losses: they add in another order, and cost more.
+    """Within this context, remove PyTorch's Python kernels of interpolations and of two losses.
+
+    They sum in another order than the C++ kernels, and cost more.
 
     `torch/_decomp/decompositions.py` registers them in `OpOverload.py_kernels` for the Autograd and
     CompositeImplicitAutograd keys; `_dispatch_cache` caches lookups (torch 2.11, 2.13).
@@ -240,7 +245,7 @@ def _eager_kernels() -> Iterator[None]:
 
 
 def _interpolated(op: Any, tensor: torch.Tensor, size: Sequence[Any] | None, *options: Any) -> Any:
-    """Compute the size and call the op, as the C++ kernel for `vec` does, which does not take symbolic sizes."""
+    """Call the interpolation op with a computed size: the C++ kernel of its `vec` overload takes no symbolic sizes."""
     *corners, factors = options
     if size is None:
         size = [math.floor(side * factor) for side, factor in zip(tensor.shape[2:], factors, strict=True)]
@@ -248,9 +253,9 @@ def _interpolated(op: Any, tensor: torch.Tensor, size: Sequence[Any] | None, *op
 
 
 def _interpolated_back(mode: Any, op: Any, gradient: torch.Tensor, _: Any, size: Sequence[Any], *__: Any) -> Any:
-    """Return a fake gradient of an interpolation's input for symbolic sizes, which the C++ kernel does not take."""
+    """Return a fake gradient of an interpolation's input for symbolic sizes, which the C++ kernel does not support."""
     if not (is_symbolic(gradient) or any(isinstance(side, torch.SymInt) for side in size)):
-        return NotImplemented  # the C++ kernel does it
+        return NotImplemented  # the C++ kernel handles fixed sizes
     return gradient.new_empty(size)
 
 
@@ -301,7 +306,7 @@ def _eager_views() -> Iterator[None]:
     def view(mode: Any, op: Any, tensor: torch.Tensor, shape: Sequence[Any]) -> Any:
         numbers = (*tensor.shape, *tensor.stride(), *shape)
         if not (is_symbolic(tensor) or any(isinstance(number, torch.SymInt) for number in numbers)):
-            return NotImplemented  # the C++ kernel does it
+            return NotImplemented  # the C++ kernel handles fixed sizes
         if not any(isinstance(number, torch.SymInt) and depends_on_data(number) for number in numbers):
             shape = _without_minus_one(shape, tensor.numel())
             strides = strides_of_view(tensor.shape, tensor.stride(), shape)
@@ -310,7 +315,7 @@ def _eager_views() -> Iterator[None]:
         return fakes[op](mode, op, tensor, shape) if op in fakes else NotImplemented
 
     def meta(op: Any, tensor: torch.Tensor, shape: Sequence[Any]) -> Any:
-        """Compute a view inside of another op's Python kernel for Meta, such as a Fourier transform's."""
+        """Compute the meta tensor of a view that another op's Meta kernel takes, such as a Fourier transform's."""
         symbolic = any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride(), *shape))
         return kernels[op](tensor, shape) if symbolic else op._op_dk(key, tensor, shape)
 
@@ -338,7 +343,7 @@ def _eager_views() -> Iterator[None]:
 def with_fake_strides(
     strides_of: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any], known: dict[Any, Any]
 ) -> Iterator[None]:
-    """Give fake results of ops the strides that a function returns, while AOTAutograd traces.
+    """Within this context, fake results of ops have the strides that `strides_of` returns; AOTAutograd traces in it.
 
     `FakeTensorMode._dispatch_impl(self, func, types, args, kwargs)` computes results that are not in the dictionary
     `FakeTensorMode.cache`, which is replaced by another one meanwhile (torch 2.11, 2.13, 2.14, 2.15).
@@ -385,7 +390,7 @@ def elementwise_strides(*tensors: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _without_minus_one(shape: Sequence[Any], count: Any) -> list[Any]:
-    """Return the shape with a size of -1 replaced by the number that the count of elements determines."""
+    """Return the shape with a size of -1 replaced by the size that the number of elements implies."""
     known = math.prod(size for size in shape if not (isinstance(size, int) and size == -1))
     return [count // known if isinstance(size, int) and size == -1 else size for size in shape]
 
@@ -428,7 +433,7 @@ def compiled_step(
     at_once: bool = False,
     on_fixed: Callable[[BaseException], None] = lambda error: None,
 ) -> Callable[..., Any]:
-    """Return a function that dynamo captures as one graph, and passes to a backend.
+    """Return a function that dynamo captures as one graph, which it passes to `backend`.
 
     `torch.compile(..., fullgraph=True, dynamic=...)`, with three differences. The settings of `capture_settings` hold
     while dynamo traces, and are not touched by a call that finds its graph: `torch._dynamo.optimize` returns an
@@ -452,7 +457,7 @@ def compiled_step(
             return result
         except Exception as error:
             if planning_error(error) is not None:
-                at_once = True  # it was captured, and the next call may have other sizes
+                at_once = True  # capturing succeeded, and the next call may have other sizes
                 raise
             if dynamic is False or not (dynamic or at_once):
                 raise
@@ -468,7 +473,7 @@ def compiled_step(
 def _captured_by(
     capture: Callable[..., Any], forward: Callable[..., Any], backend: Callable[..., Any], name: str, *, fullgraph: bool
 ) -> Callable[..., Any]:
-    """Return a function that calls `forward`, whose frames without a graph go to `capture`.
+    """Return a function that calls `forward`, and passes frames that have no graph yet to `capture`.
 
     Args:
         capture: called with dynamo's own callback for such frames, and the arguments for it.
@@ -496,7 +501,7 @@ _left_to_python: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
 
 
 def functions_in_python() -> list[str]:
-    """Return the user's functions under way that dynamo left to Python, outermost first, with their lines.
+    """Return the user's functions on the call stack that dynamo did not capture, outermost first, with their lines.
 
     dynamo returns no `guarded_code` for them (`ConvertFrameReturn`, torch 2.11, 2.13).
     """
@@ -516,7 +521,7 @@ def compiled_in_parts(
     dynamic: bool | None,
     around: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Callable[..., Any]:
-    """Return a function that dynamo captures as several graphs, each of which it passes to a backend.
+    """Return a function that dynamo captures as several graphs, each of which it passes to `backend`.
 
     `torch.compile(..., fullgraph=False)`, with the differences of `compiled_step`: dynamo's callback is called for each
     function that it reaches without a graph. Modules of torch.nn that consist of others are traced too where they are
@@ -550,7 +555,7 @@ def compiled_in_parts(
 
 @contextlib.contextmanager
 def traced_torch_modules() -> Iterator[None]:
-    """Let dynamo trace the composite modules of torch.nn where Python calls them, such as Sequential in a loop.
+    """Within this context, let dynamo trace composite modules of torch.nn that Python code calls, such as Sequential.
 
     `torch._dynamo.trace_rules.LEGACY_MOD_INLINELIST` names the modules of torch whose functions it does not skip (torch
     2.11, 2.13); leaf modules are not among them, as graphs of one op only add borders.
@@ -571,7 +576,7 @@ def traced_torch_modules() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rnns_left_to_python() -> Iterator[None]:
-    """Let dynamo end a graph before a call of nn.RNN, nn.GRU or nn.LSTM, and begin the next one behind it.
+    """Within this context, dynamo ends a graph before each call of nn.RNN, nn.GRU or nn.LSTM, and goes on after it.
 
     It does not trace these, and where it reads such a module from an attribute, it leaves the whole function to Python.
     `torch._dynamo.config.allow_rnn` lets it read the attribute; a `forward` that is disabled ends the graph (torch
@@ -598,7 +603,9 @@ def outside_graphs(function: Callable[..., Any], reason: str) -> Callable[..., A
 
 
 def is_traced() -> str | None:
-    """Name the tracer or transform around the current call: torch.export, fx, jit or torch.func; None if there is none.
+    """Return which tracer or transform runs the current call: "torch.export", "torch.fx", "torch.jit", "torch.func".
+
+    None if none does.
 
     `torch.fx._symbolic_trace.is_fx_symbolic_tracing`, `torch._C._is_tracing` and
     `torch._C._functorch.peek_interpreter_stack` (torch 2.11, 2.13).
@@ -615,7 +622,7 @@ def is_traced() -> str | None:
 
 
 def is_compiling() -> bool:
-    """Tell whether dynamo compiles a function now: `torch._guards.CompileContext` (torch 2.11, 2.13)."""
+    """Tell whether dynamo is compiling a function now: `torch._guards.CompileContext` (torch 2.11, 2.13)."""
     return torch._guards.CompileContext.current_compile_id() is not None
 
 
@@ -644,7 +651,7 @@ class RunningCall:
         self.is_whole = in_torch and not hooks
 
     def surround(self, enter: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        """Let each call of the function, this one included, run in a context that `enter` returns."""
+        """Run each call of the function, including the present one, within a context manager that `enter` returns."""
 
         def begin() -> Callable[[], None]:
             before, context = sys.exc_info()[1], enter()
@@ -664,7 +671,9 @@ class RunningCall:
 
 
 def running_call() -> RunningCall | None:
-    """Return the call of what `torch.compile` returned in which a graph is being compiled; None if there is none.
+    """Return the running call of a function from `torch.compile` for which a graph is being compiled.
+
+    None: there is none.
 
     `compile_wrapper` of `torch/_dynamo/eval_frame.py` calls the `enter_exit_hooks` of its `self` before a call, and
     what these returned, its `cleanups`, after it (torch 2.11, 2.13, 2.14).
@@ -679,14 +688,14 @@ def running_call() -> RunningCall | None:
             return RunningCall(frame, between)
         between.append(frame)
         if frame.f_code.co_filename == convert_frame.__file__:
-            between.clear()  # all so far belongs to the compiler
+            between.clear()  # forget the frames found so far, which are those of dynamo itself
         frame = frame.f_back
     return None
 
 
 @contextlib.contextmanager
 def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
-    """Let dynamo trace one graph however many exist already, and ignore calls to loggers.
+    """Within this context, dynamo may trace any number of graphs of a function, and ignores calls to loggers.
 
     `assume_static_by_default` and `automatic_dynamic_shapes` are what `dynamic` of torch.compile sets: False treats all
     sizes as fixed, True none, None those that have not changed so far. `use_duck_shape` of
@@ -708,7 +717,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
         "accumulated_recompile_limit": 4096,
         "assume_static_by_default": dynamic is not True,
         "automatic_dynamic_shapes": dynamic is not False,
-        "specialize_float": dynamic is True,  # off would make an input of every float
+        "specialize_float": dynamic is True,  # if off, every float would become an input
         "skip_nnmodule_hook_guards": False,
         "optimize_ddp": False,
         "use_numpy_random_stream": True,
@@ -725,7 +734,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _remainders_refused() -> Iterator[None]:
-    """End the graph at the remainder of a number that depends on data: `x.item() % 1`.
+    """Within this context, a remainder of a data-dependent number, such as `x.item() % 1`, ends the graph.
 
     `torch.utils._sympy.functions.Mod` (torch 2.11, 2.13) takes it for one of integers, so that `% 1` is 0, and a branch
     on it goes the wrong way in silence. Dynamo breaks the graph at `DataDependentOutputException`.
@@ -753,12 +762,12 @@ def _remainders_refused() -> Iterator[None]:
 
 
 METRICS = "torch._dynamo.metrics_context"
-"""The logger of dynamo's statistics, which cannot sort the functions of `ignore_logging_functions` (torch 2.11)."""
+"""Name of dynamo's logger of statistics, which cannot sort functions in `ignore_logging_functions` (torch 2.11)."""
 
 
 @contextlib.contextmanager
 def silent(*loggers: str) -> Iterator[None]:
-    """Silence loggers of torch, which would print the traceback of an error that is raised and explained anyway."""
+    """Within this context, silence loggers of PyTorch that print tracebacks of errors which fxremat explains."""
     import logging
 
     def nothing(_: logging.LogRecord) -> bool:
@@ -788,7 +797,7 @@ def logging_functions() -> set[Callable[..., Any]]:
 
 
 def mark_dynamic(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
-    """Let dynamo treat sizes of a tensor as ones that may change, unless the model fixes them.
+    """Let dynamo treat sizes of a tensor as dynamic, unless the model's code fixes them.
 
     `torch._dynamo.maybe_mark_dynamic` (torch 2.11, 2.13). Sizes of 0 and 1 always get graphs of their own.
     """
@@ -800,7 +809,7 @@ def mark_dynamic(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
 
 
 def planning_error(error: BaseException) -> FxrematError | None:
-    """Return our own error inside dynamo's `BackendCompilerFailed` (torch 2.11, 2.13), or None."""
+    """Return the error of fxremat inside of dynamo's `BackendCompilerFailed` (torch 2.11, 2.13), or None."""
     inner = getattr(error, "inner_exception", None)
     return inner if isinstance(inner, FxrematError) else None
 
@@ -816,7 +825,7 @@ def backend_failure(error: BaseException) -> BaseException | None:
 
 
 def needs_data(error: BaseException) -> bool:
-    """Tell whether tracing failed because it needed a number that depends on data, without saying where.
+    """Tell whether tracing failed because it needed a data-dependent number; the error does not name the code line.
 
     `torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode` (torch 2.11, 2.13).
     """
@@ -826,7 +835,9 @@ def needs_data(error: BaseException) -> bool:
 
 
 def graph_break_place(error: BaseException) -> str | None:
-    """Return `file:line in function: code` that dynamo could not trace; None if the error is something else.
+    """Return `file:line in function: code` of the code that dynamo could not trace.
+
+    None if the error is something else.
 
     `torch._dynamo.exc.Unsupported` and `UserError` have `real_stack`, the frames up to there (torch 2.11, 2.13). The
     last frame outside of torch is named.
@@ -839,9 +850,10 @@ def graph_break_place(error: BaseException) -> str | None:
 
 
 def _place(stack: Iterable[Any]) -> str | None:
-    """Return the last frame of a stack outside of torch and Python's modules, as `file:line in function: code`.
+    """Return the last frame of a stack outside of PyTorch and Python's modules, as `file:line in function: code`.
 
-    It is the last frame of all if all are inside of them. Frames of fxremat are skipped; None if no others are left.
+    If all frames are inside of them, return the last one. Frames of fxremat are skipped; None if there are no
+    others.
     """
     torchs, ours, pythons = (os.path.dirname(path) + os.sep for path in (torch.__file__, __file__, os.__file__))
     frames = [frame for frame in stack if not frame.filename.startswith(ours)]
@@ -855,7 +867,7 @@ def _place(stack: Iterable[Any]) -> str | None:
 
 
 def allocations(call: Callable[[], T], *, on_host: bool) -> tuple[T, list[int]]:
-    """Return the result of a call, and the bytes that an allocator gave or, negative, took back, in order.
+    """Run a call; return its result and the bytes of each allocation, or negative, of each deallocation, in order.
 
     The allocator is that of the host or of CUDA; others are not recorded. A thread that a user's profiler records
     already must be left alone: see `unprofiled`.
@@ -869,7 +881,7 @@ def allocations(call: Callable[[], T], *, on_host: bool) -> tuple[T, list[int]]:
 
 
 class AllocationRecord:
-    """A record of what an allocator gives and takes back on this thread, from now on.
+    """Records the allocations and deallocations of this thread from its construction on.
 
     `torch.autograd._enable_profiler_legacy` with `profile_memory` (torch 2.11, 2.13): it records only this thread,
     without Kineto, and a session costs some microseconds. In the backward it goes on recording, as autograd takes over
@@ -879,13 +891,14 @@ class AllocationRecord:
     def __init__(self, *, on_host: bool = True) -> None:
         from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-        settings: Any = (False, True, False, False, False, _ExperimentalConfig())  # only memory
+        # (memory is the only thing to record)
+        settings: Any = (False, True, False, False, False, _ExperimentalConfig())
         self._name = "cpu_memory_usage" if on_host else "cuda_memory_usage"
         self._autograd: Any = torch.autograd
         self._autograd._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *settings))
 
     def stop(self) -> list[int]:
-        """Stop recording; return the bytes that the allocator gave or, negative, took back, in order."""
+        """Stop recording; return the bytes of each allocation and, negative, of each deallocation, in order."""
         threads = self._autograd._disable_profiler_legacy()
         events = (event for thread in threads for event in thread if event.kind() == "memory_alloc")
         return [size for event in events if (size := getattr(event, self._name)())]
@@ -897,16 +910,18 @@ def is_profiled() -> bool:
     return bool(autograd._profiler_enabled())
 
 
-_Watch = tuple[int, Callable[[], None], Callable[[], None]]  # a thread, and what is called before and after a backward
+# (thread id, function called before a backward, function called after it)
+_Watch = tuple[int, Callable[[], None], Callable[[], None]]
 _watches: list[_Watch] = []
-_in_backward: set[int] = set()  # threads
-_unwatched: list[Callable[..., Any]] = []  # what runs a backward, while it is watched
+_in_backward: set[int] = set()  # ids of threads that are in a backward
+_unwatched: list[Callable[..., Any]] = []  # the original `_engine_run_backward` while it is replaced
 
 
 def watching_backward(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Let two functions be called before and after each backward of this thread; return a function that ends that.
+    """Call `before` and `after` around each backward of this thread, until the returned function is called.
 
-    A backward inside of another one, which a hook runs, is a part of that.
+    A backward nested in another one, which a hook may run, does not count.
+
     `torch.autograd._engine_run_backward` (torch 2.11, 2.13) is what `backward()` and `autograd.grad` call.
     """
     autograd: Any = torch.autograd
@@ -1003,7 +1018,7 @@ def not_compiling() -> Iterator[None]:
 
 
 def unprofiled(work: Callable[[], T]) -> T:
-    """Call `work()`, on another thread if a user's profiler records this one: it is neither recorded nor disturbed."""
+    """Run `work`, on another thread if a profiler of the user records this one, so that `work` is not recorded."""
     if not is_profiled():
         return work()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
@@ -1017,14 +1032,14 @@ def unprofiled(work: Callable[[], T]) -> T:
 
 
 def has_data(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is no `torch._subclasses.FakeTensor` (torch 2.11, 2.13), and not on the meta device."""
+    """Tell whether a tensor is neither a `FakeTensor` (torch 2.11, 2.13) nor on the meta device."""
     from torch._subclasses import FakeTensor
 
     return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
 
 
 def fake_mode() -> contextlib.AbstractContextManager[Any]:
-    """Return a mode that makes tensors without memory, and computes with real ones as if they had none.
+    """Return a fake-tensor mode in which tensors have no memory, and which also accepts real tensors.
 
     `torch._subclasses.FakeTensorMode` with `allow_non_fake_inputs` (torch 2.11, 2.13). Dynamo accepts such tensors as
     inputs and parameters, and makes fake ones of its own of them.
@@ -1036,11 +1051,13 @@ def fake_mode() -> contextlib.AbstractContextManager[Any]:
 
 
 def as_without_fakes(error: Exception) -> Exception | None:
-    """Return the error that real tensors would raise where fake ones raised `error`; None if real ones may raise none.
+    """Return the error that real tensors would raise where fake tensors raised `error`.
 
-    None is returned if the error concerns values or fake tensors alone. The classes of `torch._subclasses.fake_tensor`
-    (torch 2.11, 2.13, 2.14, 2.15) are not a user's; an error of devices is a plain RuntimeError in torch 2.11,
-    `Unhandled FakeTensor Device Propagation for ..., found two different devices cuda:0, cpu`.
+    None if real tensors may raise none, since the error concerns data-dependent values or fake tensors alone.
+
+    The classes of `torch._subclasses.fake_tensor` (torch 2.11, 2.13, 2.14, 2.15) are not a user's; an error
+    about devices is a plain RuntimeError in torch 2.11, `Unhandled FakeTensor Device Propagation for ..., found
+    two different devices cuda:0, cpu`.
     """
     if two := re.search(r"found (?:at least )?two (?:different )?devices,? (\S+?)(?:,| and) ([\w:]+)", str(error)):
         what = f"Expected all tensors to be on the same device, but found at least two devices, {two[1]} and {two[2]}!"
@@ -1049,10 +1066,11 @@ def as_without_fakes(error: Exception) -> Exception | None:
 
 
 def tensor_places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Yield the dictionary, name and tensor of every parameter, buffer and other tensor attribute of a model.
+    """Yield (dictionary, name, tensor) of each parameter, buffer and other tensor attribute of a model.
 
-    `Module._parameters` and `Module._buffers` (torch 2.11, 2.13), which `torch.func.functional_call` writes to as well:
-    setting an attribute would not replace a parameter by a fake tensor that is none.
+    Writing to the dictionary (`Module._parameters`, `Module._buffers`, `vars(module)`; torch 2.11, 2.13), as
+    `torch.func.functional_call` does, replaces a parameter by any tensor, which setting an attribute would
+    refuse.
     """
     for module in model.modules():
         for holder in (module._parameters, module._buffers, vars(module)):
@@ -1062,17 +1080,18 @@ def tensor_places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str,
 
 
 def children_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the dictionary of a module's children, to be read or modified: `Module._modules` (torch 2.11 to 2.15)."""
+    """Return the dictionary of a module's children, which may be modified: `Module._modules` (torch 2.11 to 2.15)."""
     return module._modules
 
 
 def forward_hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the hooks before and after forward: `_forward_pre_hooks`, `_forward_hooks` (torch 2.11, 2.13 to 2.15)."""
+    """Return a module's hooks before and after forward: `_forward_pre_hooks`, `_forward_hooks` (torch 2.11 to 2.15)."""
     return module._forward_pre_hooks, module._forward_hooks
 
 
 def backward_hooks_of(module: torch.nn.Module) -> list[Any]:
-    """Return a module's full backward hooks, of `_backward_pre_hooks` and `_backward_hooks` (torch 2.11 to 2.15)."""
+    """Return a module's full backward hooks: those in `_backward_pre_hooks` and `_backward_hooks` (torch 2.11 to 2.15).
+    """
     return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
 
 
@@ -1084,7 +1103,7 @@ def is_real(value: object) -> bool:
 
 
 def depends_on_data(symbol: object) -> bool:
-    """Tell whether a symbolic number depends on data: it is a count of non-zeros, or a Python float.
+    """Tell whether a symbolic number depends on data: on a data-dependent size or on a Python float.
 
     `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols` (torch 2.11, 2.13).
     """
@@ -1107,7 +1126,7 @@ def depends_on_float(symbol: object) -> bool:
 
 
 def is_float(placeholder: fx.Node) -> bool:
-    """Tell whether an input of dynamo's graph is a Python float: a tensor that dynamo makes of it at each call.
+    """Tell whether an input of dynamo's graph stands for a Python float, which dynamo wraps in a tensor at each call.
 
     Its `meta["grapharg"].source` is a `FloatTensorSource` (torch 2.11, 2.13, 2.14, 2.15).
     """
@@ -1115,7 +1134,7 @@ def is_float(placeholder: fx.Node) -> bool:
 
 
 def forget_history(graph: fx.Graph) -> None:
-    """Release the autograd graph behind the values of the nodes of dynamo's graph, with the numbers that it saves.
+    """Release the autograd history of the example values of dynamo's graph, with the tensors it keeps alive.
 
     `meta["example_value"]` is a fake tensor with a history, whose nodes keep real tensors of the numbers in the code
     (torch 2.13, 2.14, 2.15).
@@ -1127,17 +1146,17 @@ def forget_history(graph: fx.Graph) -> None:
 
 
 def input_place(primal: fx.Node) -> int | None:
-    """Return the index of a primal among the inputs of dynamo's graph; None for one that AOTAutograd made itself.
+    """Return the index of a primal (a forward input of AOTAutograd's graph) among the inputs of dynamo's graph.
 
-    `meta["desc"]`, a `PlainAOTInput` of `torch._functorch._aot_autograd.descriptors` (torch 2.11, 2.13), has it as
-    `idx`.
+    None for an input that AOTAutograd added. `meta["desc"]`, a `PlainAOTInput` of
+    `torch._functorch._aot_autograd.descriptors` (torch 2.11, 2.13), has the index as `idx`.
     """
     place = getattr(primal.meta.get("desc"), "idx", None)
     return place if isinstance(place, int) else None
 
 
 def is_symbolic(tensor: torch.Tensor) -> bool:
-    """Tell whether a fake tensor was made with symbolic sizes, even if each has only one value and shows as an int.
+    """Tell whether a fake tensor was made with symbolic sizes, even if all of them are now ints.
 
     `Tensor._has_symbolic_sizes_strides` (torch 2.11, 2.13): `nbytes` of such a tensor is not available.
     """
@@ -1150,12 +1169,13 @@ def expression_of(symbol: Any) -> Any:
 
 
 def guards_of(symbol: Any) -> list[Any]:
-    """Return what tracing assumed of sizes, as sympy expressions: `ShapeEnv.guards` (torch 2.11, 2.13)."""
+    """Return the assumptions that tracing made about sizes, as sympy expressions: `ShapeEnv.guards` (torch 2.11, 2.13).
+    """
     return [guard.expr for guard in symbol.node.shape_env.guards]
 
 
 def largest_of(symbol: Any) -> int | None:
-    """Return the largest number that a SymInt may be; None if it is unlimited.
+    """Return the upper bound of a SymInt; None if it is unbounded.
 
     `ShapeEnv.bound_sympy` gives the range of an expression, as sympy numbers or torch's own `int_oo` (torch 2.11,
     2.13).
@@ -1165,19 +1185,20 @@ def largest_of(symbol: Any) -> int | None:
 
 
 def size_now(symbol: Any) -> int:
-    """Return the value of a SymInt in the captured call, `SymNode.hint` (torch 2.11, 2.13); return an int unchanged."""
+    """Return the value that a SymInt had in the captured call, `SymNode.hint` (torch 2.11, 2.13); an int as it is."""
     return symbol if isinstance(symbol, int) else int(symbol.node.hint)
 
 
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
-    """Return the memory format of results for this operand: `Tensor::suggest_memory_format` (torch 2.11, 2.13)."""
+    """Return the memory format of an op's result for this operand: `Tensor::suggest_memory_format` (torch 2.11, 2.13).
+    """
     from torch._prims_common import suggest_memory_format
 
     return suggest_memory_format(tensor)
 
 
 def cudnn_reserve_bytes(x: torch.Tensor) -> int:
-    """Return the bytes that cuDNN's BatchNorm of this input passes from forward to backward, at the captured sizes.
+    """Return the bytes that cuDNN's BatchNorm of this input saves for the backward, at the sizes of the captured call.
 
     `torch._C._get_cudnn_batch_norm_reserve_space_size` asks cuDNN, and takes fake tensors (torch 2.11, 2.13); 0 without
     cuDNN, as on a CPU.
@@ -1190,7 +1211,7 @@ def cudnn_reserve_bytes(x: torch.Tensor) -> int:
 
 
 def fake_like() -> Callable[[torch.Tensor, torch.device], torch.Tensor]:
-    """Return a function that makes fake tensors of one mode from meta tensors, sharing their storages.
+    """Return a function (meta tensor, device) -> fake tensor that shares the meta tensor's storage.
 
     `torch._subclasses.FakeTensor(mode, meta tensor, device)` (torch 2.11, 2.13); it takes a tenth of the time of making
     them inside of the mode.
@@ -1202,7 +1223,7 @@ def fake_like() -> Callable[[torch.Tensor, torch.device], torch.Tensor]:
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """Return a module of a graph with the attributes of another, whose code is generated only when it is needed.
+    """Return a module with this graph and the attributes of `root`, whose code is generated when first needed.
 
     `torch.fx._lazy_graph_module._LazyGraphModule` (torch 2.11, 2.13).
     """
@@ -1212,7 +1233,7 @@ def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 def input_and_dimension(placeholder: fx.Node, names: Sequence[str] = ()) -> tuple[str, int | None]:
-    """Return the name of the model's input and the dimension whose size a symbolic input of dynamo's graph is.
+    """Return the model input and the dimension whose size is an input of dynamo's graph.
 
     The dimension is None for an input that is a number itself. Inputs that are passed by position have one of `names`.
     `meta["grapharg"].source` is such as `L['args'][0].size()[1]`; `name` is a method in torch 2.11, a property in torch
@@ -1234,15 +1255,15 @@ def input_and_dimension(placeholder: fx.Node, names: Sequence[str] = ()) -> tupl
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return a number of a tensor's storage, also of a fake one's: `UntypedStorage._cdata` (torch 2.11, 2.13).
+    """Return an id of a tensor's storage, real or fake: `UntypedStorage._cdata` (torch 2.11, 2.13).
 
-    A sparse tensor counts as one that shares nothing: its indices and values are assumed to be its own.
+    A sparse tensor is assumed to share its indices and values with no other tensor.
     """
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
 
 
 def is_allocated(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's memory is from PyTorch's allocator, and not that of a NumPy array or the like.
+    """Tell whether PyTorch's allocator owns a tensor's memory; that of a NumPy array, for example, it does not own.
 
     `UntypedStorage.resizable` (torch 2.11, 2.13): memory that others own cannot grow.
     """
@@ -1250,7 +1271,7 @@ def is_allocated(tensor: torch.Tensor) -> bool:
 
 
 def storage_watch(tensor: torch.Tensor) -> Callable[[], bool]:
-    """Return a function that tells whether the memory of a tensor is still held by anybody; it does not hold it itself.
+    """Return a function that tells whether a tensor's storage is still alive, without keeping it alive.
 
     `torch.multiprocessing.reductions.StorageWeakRef` (torch 2.11, 2.13).
     """
@@ -1261,7 +1282,7 @@ def storage_watch(tensor: torch.Tensor) -> Callable[[], bool]:
 
 
 def shell_of(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a subclass with the shape, type and device of another, and no memory.
+    """Return a tensor of the subclass `kind` without memory, with the shape, dtype and device of `like`.
 
     `torch.Tensor._make_wrapper_subclass` (torch 2.11, 2.13) is what torch's own notes on `__torch_dispatch__` use.
     """
@@ -1272,7 +1293,7 @@ def shell_of(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 
 def without_memory(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device with the shape, strides and type of `like`, whose storage has no bytes.
+    """Return a tensor on a device whose storage has no bytes, with the shape, strides and dtype of `like`.
 
     `UntypedStorage.resize_` (torch 2.11, 2.13) is what torch's own sharded training frees parameters with.
     """
@@ -1282,12 +1303,12 @@ def without_memory(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often the tensor has been written to: `Tensor._version` (torch 2.11, 2.13), which autograd checks."""
+    """Return the number of in-place writes to a tensor: `Tensor._version` (torch 2.11, 2.13), which autograd checks."""
     return int(tensor._version)
 
 
 def cpu_name() -> str:
-    """Return the processor's name if the system shows it, else its architecture."""
+    """Return the processor's name if /proc/cpuinfo has one, else its architecture."""
     import platform
 
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
@@ -1298,7 +1319,7 @@ def cpu_name() -> str:
 
 
 def nnpack_enabled() -> bool:
-    """Tell if convolutions may use NNPACK: `torch._C._get_nnpack_enabled` (torch 2.11, 2.13); no name is public."""
+    """Tell whether convolutions may use NNPACK: `torch._C._get_nnpack_enabled` (torch 2.11, 2.13), not public."""
     return bool(torch._C._get_nnpack_enabled())
 
 
@@ -1324,7 +1345,9 @@ def store_of_job() -> Any:
 
 
 def own_connection(store: Any) -> Any:
-    """Return a second connection to a TCPStore, which no other thread of this process can block; None for other stores.
+    """Return a second connection to a TCPStore, which other threads of this process do not block.
+
+    None for other stores.
 
     `Store.clone` is not documented (torch 2.13). Without it all users of the store share one connection and its lock.
     """
@@ -1338,7 +1361,9 @@ def own_connection(store: Any) -> Any:
 
 
 def is_effect_token(placeholder: fx.Node) -> bool:
-    """Tell whether an input of a joint graph is a token of an op with effects, which has no gradient.
+    """Tell whether an input of a joint graph is an effect token, which orders ops that have side effects.
+
+    A token has no gradient.
 
     AOTAutograd puts them before the caller's inputs, and marks them in `meta["desc"]`, a `ForwardTokenAOTInput` of
     `torch._functorch._aot_autograd.descriptors` (torch 2.11, 2.13).
@@ -1347,13 +1372,13 @@ def is_effect_token(placeholder: fx.Node) -> bool:
 
 
 def parameter_name(placeholder: fx.Node) -> str | None:
-    """Return the name in the model of the parameter that an input of dynamo's graph is; None for other inputs."""
+    """Return the qualified name of the parameter that an input of dynamo's graph stands for; None for other inputs."""
     parts = _path_in_model(placeholder)
     return ".".join(part for _, part in parts) if parts and parts[-1][0] == "parameters" else None
 
 
 def is_state(placeholder: fx.Node) -> bool:
-    """Tell whether an input of dynamo's graph is a parameter or a buffer of the model."""
+    """Tell whether an input of dynamo's graph stands for a parameter or buffer of the model."""
     parts = _path_in_model(placeholder)
     return bool(parts) and parts[-1][0] != "modules"
 
@@ -1368,7 +1393,7 @@ def without_dict(path: str) -> str:
 
 
 def _path_in_model(placeholder: fx.Node) -> list[tuple[str, str]]:
-    """Return the modules, and the parameter or buffer, on the path to the object that an input of dynamo's graph is.
+    """Return (kind, name) of each module, and of the parameter or buffer, on the path to the object of a graph input.
 
     `meta["grapharg"].source` is the path by which dynamo found it, as `L['self']._modules['0']._parameters['weight']`;
     its `name` is a method in torch 2.11 and a property in torch 2.13. Names are written as `repr` writes them.
@@ -1384,19 +1409,23 @@ def _path_in_model(placeholder: fx.Node) -> list[tuple[str, str]]:
 
 
 def take_signature(graph: fx.Graph, like: fx.Graph) -> None:
-    """Let a graph be called as another one, with nested inputs and results: `Graph._codegen` (torch 2.11, 2.13)."""
+    """Give a graph the calling convention of another one, with nested inputs and results.
+
+    This copies `Graph._codegen` (torch 2.11, 2.13).
+    """
     graph.set_codegen(like._codegen)
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph with the `meta` of its nodes: `graph_copy` (torch 2.11, 2.13) leaves out that of the output."""
+    """Copy a graph with the `meta` of all nodes; `graph_copy` alone (torch 2.11, 2.13) drops that of the output node.
+    """
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
     return copy
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions of a tensor from the outermost to the innermost in memory, as Inductor orders them.
+    """Return the dimensions of a tensor in the order of memory, outermost first, as Inductor orders them.
 
     `torch._prims_common.compute_elementwise_output_logical_to_physical_perm` (torch 2.11, 2.13), called with the
     present sizes of the tensor, so that no symbolic size is compared.

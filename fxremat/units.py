@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them, and the forms of a budget.
+"""Parses and formats numbers of bytes, and parses the forms of a budget.
 
 parse_bytes("4 GiB") == 4 * 2**30      binary units
 parse_bytes("300MB") == 300 * 10**6    decimal units
@@ -18,40 +18,40 @@ _FACTORS = {
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+|%)?\s*", re.ASCII)
-_MOST = 2**53  # 8 PiB: up to this a size is exact as a float, too
-_MOST_DIGITS = 400  # digits of a number in a text that are read; Python refuses integers of more than 4,300 digits
-_FEW = 1024  # bytes: a smaller float was hardly meant as a number of bytes
+_MOST = 2**53  # largest number of bytes, 8 PiB; up to this a float is exact
+_MOST_DIGITS = 400  # maximum number of digits that are read; Python cannot parse integers of more than 4,300 digits
+_FEW = 1024  # bytes; a smaller float is hardly meant as a number of bytes
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """A budget of so many bytes."""
+    """A budget of `count` bytes."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Percent:
-    """A budget as a share of the peak of keep-all; 60.0 means 60 %."""
+    """A budget in percent of the step's peak without any recomputation; 60.0 means 60 %."""
 
     of_keep_all: float
 
 
 @dataclass(frozen=True)
 class Auto:
-    """A budget of the memory that is free on the device when planning begins."""
+    """A budget equal to the memory that is free on the device when planning begins."""
 
 
 @dataclass(frozen=True)
 class Least:
-    """The least budget that works."""
+    """The smallest budget that works."""
 
 
 Budget = Bytes | Percent | Auto | Least
 
 
 def parse_bytes(size: int | str) -> int:
-    """Return the number of bytes that `size` means, an integer above 0, rounded down. Raises `InvalidBudget`."""
+    """Parse a size such as "4GiB" into a positive number of bytes, rounded down. Raises `InvalidBudget`."""
     if (whole := integer(size)) is not None:
         return _within_limits(whole, size)
     match = _AMOUNT.fullmatch(size) if isinstance(size, str) else None
@@ -67,7 +67,8 @@ def parse_bytes(size: int | str) -> int:
 
 
 def parse_budget(mem: object) -> Budget:
-    """Return the budget that `mem` means. Raises `InvalidBudget`, with the valid forms, for anything else."""
+    """Parse a budget such as "4GiB", "60%" or "auto". Raises `InvalidBudget`, with the valid forms, for anything else.
+    """
     if isinstance(mem, str):
         if mem.strip().lower() == "auto":
             return Auto()
@@ -89,7 +90,7 @@ def parse_budget(mem: object) -> Budget:
 
 
 def format_bytes(count: int) -> str:
-    """Format `count` in the largest binary unit that it fills: "365 B", "112.0 MiB", "3.4 GiB"."""
+    """Format a number of bytes in the largest binary unit that keeps it at 1 or more: "365 B", "112.0 MiB"."""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= factor:
             return f"{count / factor:.1f} {unit}"
@@ -97,7 +98,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format `seconds` with three digits and the unit that fits: "1.03 s", "58.2 ms", "9.11 us".
+    """Format seconds with three digits and a suitable unit: "1.03 s", "58.2 ms", "9.11 us".
 
     >>> [format_seconds(seconds) for seconds in (61.04, 0.9999, 0.0582, 9.113e-6, 0.0)]
     ['61 s', '1 s', '58.2 ms', '9.11 us', '0 s']
@@ -109,12 +110,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_ratio(part: float, whole: float, form: str) -> str:
-    """Format `part / whole` by `form`, such as ".2f"; the ratio is 1 if both are 0, "inf" if only `whole` is."""
+    """Format `part / whole` by `form`, such as ".2f"; the ratio is 1 if both are 0, and "inf" if only `whole` is 0."""
     return format(part / whole if whole else 1.0 if part == whole else math.inf, form)
 
 
 def integer(given: object) -> int | None:
-    """Return `given` as an int if it is an integer, numpy's included; None for anything else, and for a bool."""
+    """Return `given` as an int if it is an integer, also one of NumPy; None for anything else, and for a bool."""
     if isinstance(given, bool) or not isinstance(given, Integral):
         return None
     return int(given)
@@ -142,7 +143,7 @@ def _is_share(given: object) -> bool:
 
 
 def _meant(given: object) -> str:
-    """Return the start of a hint, "int(4e9), ", for a float or text that was meant as bytes; "" for anything else."""
+    """Return the start of a hint, such as "int(4e9), ", for a float or text that looks like bytes; else ""."""
     try:
         number = float(given) if isinstance(given, float | str) else math.nan
     except ValueError:
@@ -154,9 +155,9 @@ def _meant(given: object) -> str:
 
 
 def shortened(given: object, most: int = 80) -> str:
-    """Return `repr(given)` for a message, with its middle left out if it is long: input must not fill the screen."""
+    """Return `repr(given)` for an error message, shortened in the middle if it is long."""
     try:
         text = repr(given[: 2 * most] if isinstance(given, str | bytes) else given)
-    except Exception:  # an object that cannot even be shown
+    except Exception:  # `repr` of the object fails
         text = f"a {type(given).__name__}"
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 4) :]}"

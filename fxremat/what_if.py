@@ -1,4 +1,4 @@
-"""Comparison of plans of one step for several devices, and the largest input that a budget allows.
+"""Compares the plans of one step on several devices, and finds the largest input that fits into a budget.
 
     fxremat.compare(model, inputs, ["A100", "H200"], mem="40GiB")                           a `Comparison`
     python -m fxremat plan package.module:factory --mem 40GiB --device A100,H200 --largest batch
@@ -31,37 +31,37 @@ from fxremat.units import Auto, format_bytes, format_seconds, parse_budget, pars
 
 Devices = Sequence[str] | Sequence[Device] | Sequence[str | Device]
 
-SHARES = (80, 60, 40)  # percent of the peak of keep-all, for which a comparison shows times
-Make = Callable[[int], tuple[nn.Module, Any]]  # returns a model and its inputs at a size
+SHARES = (80, 60, 40)  # budgets, in percent of the peak without recomputation, for which a comparison shows times
+Make = Callable[[int], tuple[nn.Module, Any]]  # returns a model and its inputs for a size, such as a batch size
 
-PROBES = (2, 3, 5)  # sizes at which a model is made, to see which sizes of its inputs depend on them
-EVERYTHING = 2**52  # a budget in bytes that is more than any step allocates
-GUESSES = 6  # guesses of the largest size, at most; the first one is exact where memory is linear in the size
+PROBES = (2, 3, 5)  # sizes for which the model is made, to find out which input sizes depend on them
+EVERYTHING = 2**52  # a budget in bytes that exceeds any step's memory
+GUESSES = 6  # maximum number of guesses at the largest size; the first guess is exact if memory is linear in the size
 SHARED = tuple(f"{share}%" for share in SHARES)
 HEADS = ("device", "memory", "keep all", "", *SHARED, "least", "", "fits", "planned", "", "fits")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The plan of a step for one device, and whether the step fits beside all else that the device holds."""
+    """The plan of a step on one device, and whether it fits there beside parameters and optimizer state."""
 
     device: Device
     plan: Plan
 
     @property
     def on_device(self) -> DeviceMemory:
-        """The memory of all else that the device holds: parameters, buffers, inputs, and the optimizer's state."""
+        """The memory of everything else on the device: parameters, buffers, inputs, and the optimizer's state."""
         assert self.plan.on_device is not None, "the plan is for a device by name"
         return self.plan.on_device
 
     @property
     def held(self) -> int:
-        """The bytes of the parameters, buffers and inputs that the step reads, which no plan counts."""
+        """Bytes of the parameters, buffers and inputs, which are not part of a plan's peak."""
         return self.on_device.given
 
     @property
     def left(self) -> int | None:
-        """The bytes of the device's memory that are free at the peak of the planned step and its update.
+        """Bytes of the device's memory that are free at the peak of the planned step and of the optimizer's update.
 
         Less than 0: the step does not fit. None: the device's memory is not stated.
         """
@@ -69,27 +69,30 @@ class Estimate:
 
     @property
     def left_at_least(self) -> int | None:
-        """The bytes of the device's memory that are free at the peak of the program that needs the least memory.
+        """Bytes of the device's memory that are free if the step runs with the smallest budget that works.
 
-        Less than 0: no program fits. None: the device's memory is not stated.
+        Negative: the step does not fit at all. None: the device's memory size is unknown.
         """
         return None if self.device.memory is None else self.on_device.left(self.plan.minimum)
 
     def seconds_at(self, share: float) -> float | None:
-        """Return the seconds of the fastest program within a percentage of keep-all's peak; None if none fits."""
+        """Return the seconds of the fastest plan with at most `share` percent of the peak without recomputation.
+
+        None if no plan fits.
+        """
         budget = int(self.plan.keep_all_peak * share / 100)
         return next((time for peak, time in self.plan.frontier if peak <= budget), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The estimates of one step on several devices, which print as a table."""
+    """The estimates of one step on several devices; prints as a table."""
 
     estimates: tuple[Estimate, ...]
 
     @property
     def plans(self) -> Mapping[str, Plan]:
-        """The plan for each device, by the device's name."""
+        """Device name -> the plan for that device."""
         return {estimate.device.name: estimate.plan for estimate in self.estimates}
 
     def __str__(self) -> str:
@@ -120,7 +123,7 @@ def _row(estimate: Estimate) -> tuple[str, ...]:
 
 
 def _advice(estimates: Iterable[Estimate]) -> Iterator[str]:
-    """Yield a hint, with a budget that fits, for each device on which the step fits, but not as it is planned."""
+    """Yield a hint, with a budget that fits, for each device on which another plan fits, but not the present one."""
     for estimate in estimates:
         if (estimate.left or 0) < 0 <= (estimate.left_at_least or 0):
             free = format_bytes(estimate.on_device.free)
@@ -128,14 +131,15 @@ def _advice(estimates: Iterable[Estimate]) -> Iterator[str]:
 
 
 def compared(devices: Devices, mem: int | str, plan_for: Callable[..., Plan], search: Search) -> Comparison:
-    """Plan a step for each device, and return the plans as a comparison; devices with the same kernels share a capture.
+    """Plan a step for each device, and return the comparison; devices that run the same kernels share a captured graph.
 
-    A budget of "auto" is what each device has left; where that is too little, the least budget is shown.
+    A budget of "auto" is the memory left on each device; if that is too little, the smallest budget that works
+    is used.
 
     Args:
         plan_for: captures and plans with `costs` for a device; takes other options too.
 
-    Raises `FxrematError` where there is no device, and what planning raises.
+    Raises `FxrematError` if `devices` is empty, and the errors of planning.
     """
     known = [Device.named(device) for device in devices]
     if not known:
@@ -168,7 +172,7 @@ def _within_or_least(known: Plan, mem: int | str, *, auto: bool, **options: Any)
 
 
 def _another(known: Plan, mem: int | str, **options: Any) -> Plan:
-    """Return another plan of the captured step of a plan, within `mem` and with other options."""
+    """Plan the captured step of a plan again, within `mem` and with other options."""
     assert known.step is not None
     made: Plan = known.step.plan(mem, **options)
     return made
@@ -176,11 +180,13 @@ def _another(known: Plan, mem: int | str, **options: Any) -> Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Largest:
-    """The largest size of an input, such as a batch, with which a step fits into a budget."""
+    """The largest size of an input, such as the batch, with which a step fits into a budget."""
 
     size: int
-    least: int  # bytes of the least budget at that size
-    next_least: int | None  # bytes of the least budget at the next size; None: the size is the limit of the search
+    least: int  # smallest budget in bytes that works at that size
+    # smallest budget in bytes that works at the next size; None: the next size is beyond the limit of the
+    # search
+    next_least: int | None
 
     def __str__(self) -> str:
         fits = f"{self.size} (the least budget is {format_bytes(self.least)}"
@@ -190,7 +196,7 @@ class Largest:
 
 
 def largest(least_budget: Callable[[int], int], budget: int, limit: int, start: int = 1) -> Largest:
-    """Return the largest size from 1 to `limit` whose least budget, which grows with it, is within the budget.
+    """Return the largest size from 1 to `limit` whose smallest working budget is within `budget`.
 
     Args:
         least_budget: returns the bytes that the step needs at a size. It is called about 2 log2(d) times, where d is
@@ -204,7 +210,8 @@ def largest(least_budget: Callable[[int], int], budget: int, limit: int, start: 
     10 (the least budget is 1000 B; of 11 it is 1.07 KiB)
     """
     least: dict[int, int] = {}
-    low, high, step, size = 0, limit + 1, 1, min(start, limit)  # low fits, high does not, or is not tried
+    # `low` is known to fit; `high` is known not to fit, or is beyond the limit
+    low, high, step, size = 0, limit + 1, 1, min(start, limit)
     while high - low > 1:
         least[size] = least_budget(size)
         low, high = (size, high) if least[size] <= budget else (low, size)
@@ -221,11 +228,12 @@ def largest(least_budget: Callable[[int], int], budget: int, limit: int, start: 
 
 
 def largest_on(device: Device | None, plans: PlansOfSize, mem: int | str, limit: int) -> tuple[int, Largest]:
-    """Return the budget in bytes that `mem` means on a device, and the largest size whose step fits into it.
+    """Return the budget in bytes that `mem` means on a device, and the largest size that fits into it.
 
-    With mem="auto" the budget is the device's memory less a margin, and parameters, inputs and optimizer state count as
-    part of the step: some of them grow with the inputs. The size is guessed from known programs of other sizes;
-    programs are searched for only at sizes near it. device=None: the device that the model is on.
+    With mem="auto" the budget is the device's memory minus a margin, and parameters, inputs and optimizer state
+    count as part of the step, since some of them grow with the inputs. The size is first guessed by evaluating
+    known plans of other sizes; a full search for plans runs only at sizes near the guess. device=None: the
+    device that the model is on.
     """
     auto = isinstance(parse_budget(mem), Auto)
 
@@ -234,13 +242,13 @@ def largest_on(device: Device | None, plans: PlansOfSize, mem: int | str, limit:
         return memory.total - memory.left(least) if auto and memory else least
 
     def roughly(size: int) -> int:
-        """Return the bytes needed at a size, by known programs of other sizes."""
+        """Return the bytes needed at a size, as known plans of other sizes predict them."""
         plan = plans.at(device, size)
         return needed(plan, plan.minimum)
 
     @cache
     def exactly(size: int) -> int:
-        """Return the bytes needed at a size, by programs that are searched for at this size."""
+        """Return the bytes needed at a size, after a search for plans at this size."""
         plan = plans.at(device, size)
         return needed(plan, plan.step.least() if plan.sizes and plan.step else plan.minimum)
 
@@ -265,7 +273,7 @@ def _guess(least_budget: Callable[[int], int], budget: int, limit: int) -> int:
 
 
 class PlansOfSize:
-    """Keep-all plans of one model at different sizes of something, such as its batch.
+    """Plans without recomputation of one model at different sizes, such as batch sizes.
 
     If only inputs depend on the size, and it can be symbolic, the model is captured once for all sizes, and once for
     all devices that run the same kernels.
@@ -278,14 +286,14 @@ class PlansOfSize:
     def __init__(self, make: Make, plan_for: Callable[..., Plan]) -> None:
         self._make, self._plan_for = make, plan_for
         self._sizes = sizes_that_change(make)
-        self._captured: dict[Device | None, Plan | None] = {}  # no plan: sizes cannot be symbolic
+        self._captured: dict[Device | None, Plan | None] = {}  # None: the sizes cannot be symbolic for this device
         self._fixed: dict[tuple[Device | None, int], Plan] = {}
 
     def at(self, device: Device | None, size: int) -> Plan:
-        """Return the keep-all plan at a size for a device; None: the device that the model is on."""
+        """Return the plan without recomputation at a size for a device; None: the device that the model is on."""
         captured = self._of_all_sizes(device) if size > 1 else None
         if captured is not None and captured.step is not None and self._sizes is not None:
-            with contextlib.suppress(FxrematError):  # raised where another graph of the model is captured at this size
+            with contextlib.suppress(FxrematError):  # raised if the model has a different graph at this size
                 inputs = captured.step.resizable_inputs
                 return captured.at(**{name: dims for name, dims in self._sizes(size).items() if name in inputs})
         if (device, size) not in self._fixed:
@@ -308,7 +316,7 @@ class PlansOfSize:
             name: {dim: (2, 2 * size) for dim, size in dims.items()} for name, dims in self._sizes(2).items()
         }
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that sizes are fixed after all
+            warnings.simplefilter("ignore")  # ignores the warning that sizes are fixed after all
             plan = self._plan_for(*self._make(2), mem=EVERYTHING, dynamic=expected, **_costs(device))
         return plan if plan.sizes else None
 
@@ -319,9 +327,9 @@ def _costs(device: Device | None) -> dict[str, Device]:
 
 
 def sizes_that_change(make: Make) -> Callable[[int], dict[str, dict[int, int]]] | None:
-    """Return a function from the number that `make` takes to the input sizes that it sets, by input and dimension.
+    """Return a function from the number that `make` takes to input sizes, as {input name: {dimension: size}}.
 
-    None where the number changes anything else, such as the model itself, or where sizes are not linear in it.
+    None if the number changes anything else, such as the model itself, or if sizes are not linear in it.
     """
     (model, first), (_, second), (_, third) = made = [make(size) for size in PROBES]
     if any(_outline(other) != _outline(model) for other, _ in made[1:]):
@@ -351,7 +359,7 @@ def sizes_that_change(make: Make) -> Callable[[int], dict[str, dict[int, int]]] 
 
 
 def _by_name(model: nn.Module, inputs: Any) -> dict[str, Any] | None:
-    """Return the inputs of a call by the names of the forward's parameters; None where these are not known."""
+    """Return the inputs of a call by the forward's parameter names; None if the names are unknown."""
     if isinstance(inputs, Mapping):
         return dict(inputs)
     given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
@@ -360,8 +368,7 @@ def _by_name(model: nn.Module, inputs: Any) -> dict[str, Any] | None:
 
 
 def _outline(model: nn.Module) -> list[object]:
-    """Return what decides the graph of a model: its modules, their settings, and the types and shapes of their tensors.
-    """
+    """Return a description of what decides a model's graph: its modules, their settings, tensor shapes and dtypes."""
     found: list[object] = []
     for name, module in model.named_modules():
         settings = {key: _shown(value) for key, value in vars(module).items() if key != "_modules"}

@@ -1,1 +1,1 @@
-"""Chains and joins of blocks, their schedules as text, and the simulator that defines validity, memory and time."""
+"""Chains of blocks, schedules that run them as text, and the simulator that defines validity, memory and time."""

@@ -1,11 +1,12 @@
-"""A model as a chain of blocks: sizes in bytes, times in seconds, checked at construction.
+"""A model as a chain of blocks (consecutive ops between two cuts): sizes in bytes and times in seconds.
 
-    a_l   the value after block l (a_0: the chain's input)      output_bytes, input_bytes
+    a_l   the output of block l (a_0: the chain's input)        output_bytes, input_bytes
     A_l   all that the backward of block l reads, a_l included,
           the block's input excluded                            saved_bytes
     d_l   the gradient of a_l                                   grad_bytes, input_grad_bytes
 
-A block may offer several save sets (`Option`): the smaller the set, the longer its backward.
+A block may have several save sets (`Option`) from which its backward can start: the smaller the set, the more
+the backward has to recompute. All numbers are checked at construction.
 """
 
 import json
@@ -20,18 +21,20 @@ from fxremat.errors import InvalidChain
 from fxremat.units import shortened
 
 _T = TypeVar("_T")
-_MOST_BYTES = 2**53  # sums over a chain stay within 64 bits
-_MOST_SECONDS = 1e100  # sums over a schedule stay finite
+_MOST_BYTES = 2**53  # largest size allowed, so that sums over a chain fit into 64 bits
+_MOST_SECONDS = 1e100  # largest time allowed, so that sums over a schedule stay finite
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One way to save a block: what its forward saves, and what its backward then costs."""
+    """One way to save a block: the bytes that its forward keeps, and the time and memory of its backward from them."""
 
     saved_bytes: int
     backward_time: float
     backward_scratch: int = 0
-    save_scratch: int | None = None  # bytes while the forward saves, beyond what it stores; None: as for the block
+    # bytes allocated during the forward that saves with this option, besides what it saves; None: as in the
+    # block
+    save_scratch: int | None = None
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -39,7 +42,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One block of a chain: the seconds of its forward and backward, and the bytes of what it makes and saves."""
+    """One block of a chain: the seconds of its forward and backward, and the bytes that it outputs and saves."""
 
     name: str = ""
     forward_time: float
@@ -47,13 +50,15 @@ class Block:
     output_bytes: int
     saved_bytes: int
     grad_bytes: int = None  # type: ignore[assignment]  # None becomes output_bytes
-    forward_scratch: int = 0  # bytes beyond inputs and outputs, while the forward runs without saving
-    backward_scratch: int = 0  # bytes beyond what is stored and written, while the backward runs
+    forward_scratch: int = 0  # bytes allocated during a forward without saving, besides input and output
+    # bytes allocated during the backward, besides saved values and the gradient that it writes
+    backward_scratch: int = 0
     weight_bytes: int = 0
-    weight_grad_bytes: int = 0  # stored by the backward until the step ends
-    held_bytes: int = 0  # held as long as d_l is the stored gradient (and, in the last block, before)
+    weight_grad_bytes: int = 0  # bytes of weight gradients, kept from the backward to the end of the step
+    # bytes in use from the next block's backward to the end of this one's (last block: from the forward on)
+    held_bytes: int = 0
     save_scratch: int = None  # type: ignore[assignment]  # scratch of the forward that saves; None: forward_scratch
-    options: tuple[Option, ...] = ()  # options 1, 2, ...; option 0 is the block's own numbers
+    options: tuple[Option, ...] = ()  # options 1, 2, ...; option 0 consists of the block's own fields
 
     def __post_init__(self) -> None:
         where = f"block {shortened(self.name)}: " if self.name else ""
@@ -75,7 +80,7 @@ class Block:
 
     @cached_property
     def choices(self) -> tuple[Option, ...]:
-        """All options, option 0 (the block's own numbers) first, with every default filled in."""
+        """All options to save the block, with defaults filled in; option 0 consists of the block's own fields."""
         return (self._own(), *self.options)
 
     def _own(self) -> Option:
@@ -87,7 +92,7 @@ class Block:
         )
 
     def _distinct(self, options: tuple[Option, ...]) -> tuple[Option, ...]:
-        """Return the options with their defaults filled in, without a leading copy of option 0."""
+        """Return the options with defaults filled in, without a first one that equals option 0."""
         for option in options:
             if not isinstance(option, Option):
                 raise InvalidChain(f"options holds {shortened(option)}; each must be an Option")
@@ -105,7 +110,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """A chain of blocks 1..n, and the input that they start from.
+    """A chain of blocks 1..n, and the size of its input.
 
     >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=4, saved_bytes=9)
     >>> chain = Chain(blocks=(block, block), input_bytes=4)
@@ -135,17 +140,17 @@ class Chain:
 
     @cached_property
     def output_sizes(self) -> tuple[int, ...]:
-        """Bytes of a_0..a_n."""
+        """Bytes of the block outputs a_0..a_n, where a_0 is the chain's input."""
         return (self.input_bytes, *(block.output_bytes for block in self.blocks))
 
     @cached_property
     def grad_sizes(self) -> tuple[int, ...]:
-        """Bytes of d_0..d_n."""
+        """Bytes of the gradients d_0..d_n of the block outputs."""
         return (self.input_grad_bytes, *(block.grad_bytes for block in self.blocks))
 
     @cached_property
     def phase_sizes(self) -> tuple[int, ...]:
-        """Bytes that phases 0..n hold whatever the schedule; phase t lasts while d_t, the gradient of a_t, is stored.
+        """For t = 0..n, the bytes in use in any schedule between the backwards t + 1 and t.
 
         phase[t] = d_t + held_t + the weight gradients of the blocks after t.
         """
@@ -159,14 +164,14 @@ class Chain:
 
     @cached_property
     def least_time(self) -> float:
-        """Seconds of each forward and each backward once, with its fastest option: no schedule takes less."""
+        """Lower bound on any schedule's seconds: each forward and backward once, with the fastest backwards."""
         return math.fsum(b.forward_time + min(o.backward_time for o in b.choices) for b in self.blocks)
 
     @classmethod
     def from_json(cls, source: str | Mapping[str, Any]) -> "Chain":
         """Return the chain that a JSON text or object describes.
 
-        Raises `InvalidChain`, which names the block and field.
+        Raises `InvalidChain`, with the block and field.
         """
         data = _object(source, "a chain")
         entries = data.get("blocks")
@@ -182,7 +187,7 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Several chains that meet in a common trunk, or only in the loss."""
+    """Several chains (branches) that end in a common chain, the trunk, or meet only in the loss."""
 
     branches: tuple[Chain, ...]
     trunk: Chain | None = None
@@ -223,7 +228,7 @@ def _default(data: Any, field: str, value: object) -> None:
 
 
 def _check_numbers(data: Any) -> None:
-    """Check every `*_time`, `*_bytes` and `*_scratch` field, and store it as float or int."""
+    """Check the fields that are times or sizes, and convert them to float or int."""
     for field in fields(data):
         value = getattr(data, field.name)
         if field.name.endswith("_time"):
@@ -291,7 +296,8 @@ def _build(cls: type[_T], data: dict[str, Any]) -> _T:
     return cls(**data)
 
 
-_LEFT_OPEN = {"Option": ("save_scratch",)}  # class -> fields that may be None: a Block fills in those of its options
+# class -> fields that may be None there; a Block fills them in for its options
+_LEFT_OPEN = {"Option": ("save_scratch",)}
 _REQUIRED = {
     "Block": ("forward_time", "backward_time", "output_bytes", "saved_bytes"),
     "Option": ("saved_bytes", "backward_time"),
@@ -300,7 +306,7 @@ _REQUIRED = {
 
 
 def _written(data: Chain | Block | Option) -> dict[str, Any]:
-    """Return `data` as an object for JSON, without empty names, empty lists of options, and None."""
+    """Return `data` as a dict for JSON, without empty names, empty lists of options, and None."""
     entry: dict[str, Any] = {}
     for field in fields(data):
         value = getattr(data, field.name)

@@ -1,8 +1,8 @@
-"""A schedule of a join as text: the operations of its branches, its trunk and its loss, in order.
+"""A schedule of a join (chains that meet in a trunk or in the loss) as text: the operations of all chains in order.
 
-    1:Fck3      forward of block 3 of branch 1; each token of a chain's schedule may follow the colon
+    1:Fck3      forward of block 3 of branch 1; any token of a chain's schedule may follow the colon
     0:Fall1     forward of block 1 of the trunk
-    Loss        without a trunk: the last values of all branches become their gradients
+    Loss        without a trunk: the outputs of all branches are replaced by their gradients
 
 `str(schedule)` joins the tokens with blanks and `JoinSchedule.parse` is its inverse.
 """
@@ -17,9 +17,9 @@ from fxremat.units import shortened
 
 @dataclass(frozen=True)
 class On:
-    """An operation on one branch, or on the trunk, of a join."""
+    """An operation on one branch of a join (chains that meet), or on the blocks after the branches (trunk)."""
 
-    branch: int  # 1, 2, ...; 0: the trunk
+    branch: int  # 1, 2, ...; 0: the blocks after the branches
     op: Op
 
     def __str__(self) -> str:
@@ -28,7 +28,7 @@ class On:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a join without a trunk, in which all branches meet: their last values become their gradients."""
+    """The loss of a join without a trunk, where all branches meet: their outputs are replaced by their gradients."""
 
     def __str__(self) -> str:
         return "Loss"
@@ -40,7 +40,7 @@ _TOKEN = re.compile(r"(?P<branch>0|[1-9][0-9]{0,8}):(?P<op>\S+)")
 
 @dataclass(frozen=True)
 class JoinSchedule:
-    """The operations of a join's step, in the order in which they run.
+    """The operations of a join's training step, in execution order.
 
     >>> schedule = JoinSchedule.parse("1:Fnone1 2:Fck1 Loss 2:B1")
     >>> str(schedule.ops[1]), str(schedule)
@@ -54,7 +54,7 @@ class JoinSchedule:
 
     @classmethod
     def parse(cls, text: str) -> "JoinSchedule":
-        """Return the schedule that `text` spells. Raises `InvalidSchedule`, which names the first unknown token."""
+        """Return the schedule that `text` describes. Raises `InvalidSchedule`, with the first unknown token."""
         return cls(tuple(_parse_op(token, place) for place, token in enumerate(text.split(), start=1)))
 
 

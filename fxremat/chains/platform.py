@@ -1,4 +1,4 @@
-"""The machine that a schedule runs on: its memory and the speed of its copies to and from the host."""
+"""The machine that a schedule runs on: the device's memory, and the speed of copies to and from the host."""
 
 import math
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from fxremat.units import shortened
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """The memory of a device, and the speeds of its link in bytes per second; None or 0 if it has no host tier."""
+    """The bytes of a device's memory, and the speeds of its copies to and from the host; None or 0: no copies."""
 
-    memory: int | None = None  # bytes of the device
+    memory: int | None = None  # bytes of device memory; None: no limit
     to_host: float | None = None  # bytes per second
     from_host: float | None = None  # bytes per second
-    duplex: Literal["full", "half"] = "full"  # half: the two directions share one bus
+    duplex: Literal["full", "half"] = "full"  # "half": both directions share one bus, and copies run one at a time
 
     def __post_init__(self) -> None:
         for name in ("memory", "to_host", "from_host"):
@@ -28,5 +28,5 @@ class Platform:
 
     @property
     def linked(self) -> bool:
-        """True if values can go to the host and come back."""
+        """True if values can be copied to the host and back."""
         return bool(self.to_host and self.from_host)

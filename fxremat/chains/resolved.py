@@ -1,18 +1,20 @@
-"""A schedule resolved against its chain: what runs when, which copy of a value it reads, and how long each stays.
+"""A schedule matched with its chain: what runs when, which copy of a value it reads, and how long each stays.
 
-Nothing here depends on time. Op c (c = 0, 1, ...) is the c-th forward or backward; tokens that take no time belong to
-the slot before the op that follows them. Places in the order of the schedule are numbered
+Nothing here depends on time. Op c (c = 0, 1, ...) is the c-th forward or backward; tokens that take no time
+(drops and copies) belong to the slot before the op that follows them. Moments in the order of the schedule have
+these numbers:
 
     3c       op c - 1 has ended (c = 0: the step begins)
     3c + 1   the tokens of slot c have been read, op c has not started
     3c + 2   op c runs
 
-and `ResolvedSchedule.base` is the memory at each of them, if copies to the host took no time and copies from the host
-came as late as the order allows. Timing adds what has not left yet and what has come early.
+`ResolvedSchedule.base` is the memory at each of them, if copies to the host took no time and copies from the
+host came as late as the order allows. The simulation adds values that have not left yet, and those that have
+come early.
 
-A value that is offloaded stays readable until the next Pre(v) or recomputation of v: it leaves the device when both its
-copy and the last op that reads it have ended. An op whose input is stored both as a and as A reads the one that is not
-leaving, and a if there is a choice.
+A value that is offloaded stays readable until the next Pre(v) or recomputation of v: it leaves the device when
+both its copy and the last op that reads it have ended. An op whose input is stored both as a (a block's output)
+and as A (all that the block saves) reads the one that is not leaving, and a if there is a choice.
 """
 
 from dataclasses import dataclass, field
@@ -25,61 +27,63 @@ from fxremat.errors import InvalidSchedule
 
 @dataclass(eq=False)
 class Stored:
-    """A value on the device, from the place `born` to the place `gone`: places are moments, numbered as said above."""
+    """A value that is on the device from moment `born` to moment `gone`; the module's docstring numbers moments."""
 
     size: int
-    option: int  # the option under which A was saved
+    option: int  # the save option of a stored set of values ("A")
     born: int
-    gone: int = -1  # -1: it stays to the end
-    coming: "LinkCopy | None" = None  # the copy from the host that makes it; None: an op makes it
-    leaving: "LinkCopy | None" = None  # the copy to the host after which it may be freed; None: it does not leave
-    touched: bool = False  # True once an op or a token has used it
+    gone: int = -1  # -1: the value stays to the end
+    # the copy from the host that brings the value to the device; None: an op computes the value
+    coming: "LinkCopy | None" = None
+    # the copy to the host after which the value may be freed; None: the value stays on the device
+    leaving: "LinkCopy | None" = None
+    touched: bool = False  # True once an op or a token has used the value
 
 
 @dataclass(eq=False)
 class LinkCopy:
-    """A copy of a value over the link, in one of the two queues."""
+    """A copy of a value between device and host."""
 
-    token: int  # its place in the schedule, from 0
+    token: int  # index of the copy's token in the text of the schedule
     value: Value
     stored: Stored
-    outward: bool  # to the host
-    after: "LinkCopy | None"  # the copy that must have ended before this one starts; None: there is none
-    due: int = -1  # of a copy from the host: the place at which it must have ended
+    outward: bool  # True: to the host; False: from the host
+    after: "LinkCopy | None"  # the copy that must have ended before this copy starts, if any
+    due: int = -1  # for a copy from the host, the moment at which the copy must have ended
 
 
 @dataclass(frozen=True)
 class OpRun:
-    """A forward or backward of the schedule."""
+    """A forward or backward of the schedule, with what it waits for."""
 
-    token: int  # its place in the schedule, from 0
+    token: int  # index of the op's token in the text of the schedule
     seconds: float
-    needs: tuple[LinkCopy, ...]  # copies of what it reads, which must have ended
+    needs: tuple[LinkCopy, ...]  # copies of the op's operands from the host, which must have ended before the op starts
 
 
 @dataclass(frozen=True)
 class Token:
-    """An operation of the schedule that takes no time itself: a drop, or a copy that enters its queue."""
+    """An operation of the schedule that takes no time: a drop, or a copy that is appended to its queue."""
 
-    token: int  # its place in the schedule, from 0
-    copy: LinkCopy | None  # None: it is a drop
+    token: int  # index of the token in the schedule
+    copy: LinkCopy | None  # None: the token is a drop
     freed: int  # bytes that a drop frees
 
 
 @dataclass(frozen=True)
 class ResolvedSchedule:
-    """A schedule resolved against its chain: all that is known without the clock."""
+    """A schedule matched with its chain: everything about its execution except times."""
 
-    steps: list[OpRun]  # op c is steps[c]
+    steps: list[OpRun]  # op number c, a forward or backward, is steps[c]
     slots: list[list[Token]]  # slots[c]: the tokens before op c; the last list has those after all ops
-    copies: list[LinkCopy]  # in the order of the schedule
-    base: list[int]  # bytes at every place, with instant copies to the host and latest copies from it
+    copies: list[LinkCopy]  # all copies, in the order of the schedule
+    base: list[int]  # bytes at every moment, with instant copies to the host and copies from it as late as possible
 
 
 def read(chain: Chain, schedule: Schedule) -> ResolvedSchedule:
-    """Return what each op of a schedule reads, waits for and frees, and the memory at every place, without times.
+    """Find what each op of a schedule reads, waits for and frees, and the memory at every moment, without times.
 
-    Raises `InvalidSchedule`, which names the op and what it lacks.
+    Raises `InvalidSchedule`, with the op and what it lacks.
     """
     reader = _Reader(chain)
     for token, op in enumerate(schedule.ops):
@@ -100,7 +104,7 @@ def read(chain: Chain, schedule: Schedule) -> ResolvedSchedule:
 
 @dataclass
 class _Reader:
-    """A reader of schedules: what is on the device and on the host after the ops that were read so far."""
+    """A reader of schedules, which tracks what is on the device and on the host after each operation."""
 
     chain: Chain
     device: dict[Value, Stored] = field(init=False)
@@ -115,8 +119,8 @@ class _Reader:
         self.copies: list[LinkCopy] = []
         self.steps: list[OpRun] = []
         self.slots: list[list[Token]] = [[]]
-        self.extra: list[int] = []  # bytes of each op beyond what it stores
-        self.turns: list[int] = []  # indices of the steps that are backwards
+        self.extra: list[int] = []  # for each op, bytes allocated during the op besides what it stores
+        self.turns: list[int] = []  # indices of the backwards in `steps`
 
     def take(self, token: int, op: Op) -> None:
         match op:
@@ -142,7 +146,7 @@ class _Reader:
         else:
             value, size, scratch = Value("a", op.block), block.output_bytes, block.forward_scratch
         here = 3 * len(self.steps) + 2
-        needs += self._close(value, here + 1)  # a recomputed value replaces the stored one
+        needs += self._close(value, here + 1)  # a recomputed value replaces the stored one, which is freed
         self._store(value, Stored(size, op.option, here))
         if op.keep is Keep.NONE:
             needs += self._close(Value("a", op.block - 1), here + 1)
@@ -212,7 +216,7 @@ class _Reader:
         return self._read(min(found, key=lambda value: self.device[value].leaving is not None))
 
     def _read(self, value: Value) -> tuple[LinkCopy, ...]:
-        """Let the next op read a stored value; return the copies that the op has to wait for."""
+        """Record that the next op reads a stored value; return the copies that the op has to wait for."""
         stored = self.device[value]
         here = 3 * len(self.steps) + 2
         if stored.leaving:
@@ -220,7 +224,7 @@ class _Reader:
         return self._touch(stored, here)
 
     def _close(self, value: Value, gone: int) -> tuple[LinkCopy, ...]:
-        """Remove a stored value from the place `gone` on; return the copies that have to end before."""
+        """Remove a stored value at moment `gone`; return the copies that have to end before that."""
         stored = self.device.pop(value, None)
         if stored is None:
             return ()
@@ -253,11 +257,11 @@ class _Reader:
         return self.chain.blocks[number - 1]
 
     def script(self) -> ResolvedSchedule:
-        """Return the resolved schedule, after the last op."""
+        """Return the resolved schedule, after the last operation was read."""
         end = 3 * len(self.steps) + 1
         due = end
         for copy in reversed(self.copies):
-            if not copy.outward:  # its queue is first in, first out
+            if not copy.outward:  # copies from the host run in the order in which they were queued
                 due = copy.due = min(due, copy.due)
                 copy.stored.born = due
         return ResolvedSchedule(self.steps, self.slots, self.copies, self._base(end))

@@ -1,11 +1,11 @@
-"""A schedule: what to run, keep and drop, in order, as small frozen operations.
+"""A schedule of a chain of blocks: what to run, keep and drop, in order, as small frozen operations.
 
     Fck1        forward of block 1, keeping its input
     Fnone2      forward of block 2, discarding its input
     Fall3       forward of block 3, saving all that its backward needs
     Fall3[1]    forward of block 3, saving the smaller set of values of its option 1
     B3          backward of block 3
-    Drop(a2)    free a value: a2 crosses the boundary after block 2, A2 is what Fall2 saved
+    Drop(a2)    free a value: a2 is the output of block 2, A2 is what Fall2 saved
     Off(A1)     copy to the host;  Pre(A1)  copy back
 
 `str(schedule)` joins the tokens with blanks and `Schedule.parse` is its inverse.
@@ -21,7 +21,7 @@ from fxremat.units import shortened
 
 
 class Keep(Enum):
-    """The values that a forward stores besides its output."""
+    """What a block's forward leaves in memory: only its output ("none"), also its input ("ck"), or all for backward."""
 
     NONE = "none"
     CHECKPOINT = "ck"
@@ -30,7 +30,11 @@ class Keep(Enum):
 
 @dataclass(frozen=True)
 class Value:
-    """`a`: the value after the block of that index (a0: the chain's input); `A`: all that its backward needs."""
+    """A tensor of a chain.
+
+    `a3` is the output of block 3 (`a0`: the chain's input), `A3` is everything that the backward of block 3
+    needs.
+    """
 
     kind: Literal["a", "A"]
     index: int
@@ -41,7 +45,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward of `block`; `option` selects the save set to store, with Keep.ALL only."""
+    """The forward of a block; with Keep.ALL, `option` selects which set of values to save."""
 
     block: int
     keep: Keep = Keep.NONE
@@ -67,7 +71,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Drop:
-    """The release of a stored value."""
+    """Freeing a stored value."""
 
     value: Value
 
@@ -113,7 +117,7 @@ _FORMS = "Fck1 Fnone2 Fall3 Fall3[1] B3 Drop(a2) Off(A1) Pre(A1)"
 
 @dataclass(frozen=True)
 class Schedule:
-    """The operations of a step, in the order in which they run.
+    """The operations of a training step, in execution order.
 
     >>> schedule = Schedule.parse("Fck1 Fall2 B2 Fall1 B1")
     >>> schedule.ops[1], str(schedule) == "Fck1 Fall2 B2 Fall1 B1"
@@ -127,7 +131,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Return the schedule that `text` spells. Raises `InvalidSchedule`, which names the first unknown token."""
+        """Return the schedule that `text` describes. Raises `InvalidSchedule`, with the first unknown token."""
         return cls(tuple(_parse_op(token, place) for place, token in enumerate(text.split(), start=1)))
 
 

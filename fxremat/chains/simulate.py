@@ -1,4 +1,4 @@
-"""The one definition of a valid schedule, its memory and its time.
+"""The definition of a valid schedule of a chain, of its memory and of its time.
 
     stored    values a_i and A_i on the device, at first {a_0}
     phase k   the gradient d_k is stored; k = n until B_n has run, in the end k = 0
@@ -12,13 +12,14 @@
     Off(v)    v                   stored + phase                              v on the host too, and soon only there
     Pre(v)    v on the host       stored + phase                              v on both
 
-"input l" is a_{l-1} or A_{l-1}; what a phase holds is `Chain.phase_sizes`. The peak also counts the end of the step,
-when d_0 and all weight gradients are held. Solvers do not import this file: none evaluates itself.
+"input l" is a_{l-1} or A_{l-1}; the bytes of a phase are in `Chain.phase_sizes`. The peak also counts the end
+of the step, when d_0 and all weight gradients are held. Solvers do not import this file, so that none evaluates
+itself.
 
-Off(v) and Pre(v) enter the queue of their direction when the op before them has ended; copies run concurrently with
-ops. `resolved.py` says which copy of a value an op reads and how long each stays, `token_clock.py` what waits for what.
-A value on the host stays there: it may be fetched again. Drop(v) frees the device's copy, once no copy reads or writes
-it; dropping a value that is leaving already has no effect.
+Off(v) and Pre(v) enter the queue of their direction when the op before them has ended; copies run concurrently
+with ops. `resolved.py` finds which copy of a value an op reads and how long each stays, `token_clock.py` what
+waits for what. A value on the host stays there, and may be fetched again. Drop(v) frees the device's copy, once
+no copy reads or writes it; dropping a value that is leaving already has no effect.
 """
 
 from dataclasses import dataclass
@@ -38,22 +39,22 @@ Accounting = Literal["whole", "fluid"]
 
 @dataclass(frozen=True)
 class Timeline:
-    """Memory and time of a schedule; `memory[i]`, `starts[i]` and `ends[i]` belong to `schedule.ops[i]`.
+    """The simulated memory and times of a schedule; `memory[i]`, `starts[i]` and `ends[i]` belong to `schedule.ops[i]`.
 
-    An Off or Pre, a copy to or from the host, starts when its copy does; its memory is that of the device when the
-    schedule reaches it.
+    For a copy to or from the host, start and end are those of the copy, and the memory is that of the device
+    when the schedule reaches it.
     """
 
     schedule: Schedule
-    peak: int  # bytes
-    time: float  # seconds, until the last op and the last copy have ended
-    memory: tuple[int, ...]  # bytes: the most while the op runs, including all that is stored
+    peak: int  # peak bytes
+    time: float  # seconds until the last op and the last copy have ended
+    memory: tuple[int, ...]  # peak bytes during each operation, including all that is stored
     starts: tuple[float, ...]  # seconds from the start of the step
     ends: tuple[float, ...]  # seconds from the start of the step
     idle: float  # seconds of `time` during which no op runs
     sent: int  # bytes copied to the host
     returned: int  # bytes copied back
-    hidden: float  # share of the copies' seconds during which ops run; 1 if nothing is copied
+    hidden: float  # fraction of the seconds of copying during which ops run; 1 if nothing is copied
 
     def __str__(self) -> str:
         lines = [f"peak {format_bytes(self.peak)}, time {self.time:.6g} s, {len(self.memory)} operations"]
@@ -79,13 +80,13 @@ def simulate(
     """Simulate `schedule`: memory at every op, and times.
 
     Args:
-        platform: if it has a `memory`, ops and copies wait until they fit, and the peak does not exceed it;
-            otherwise nothing waits for memory. Copies need `to_host` and `from_host`.
-        accounting: "whole": a value occupies all of its memory until its copy out ends, and from the start of
-            its copy back; "fluid": it does so in proportion to the bytes that are still to be copied.
+        platform: if it has a `memory`, ops and copies wait until they fit, and the peak does not exceed it; otherwise
+            nothing waits for memory. Copies need `to_host` and `from_host`.
+        accounting: "whole": a value occupies all of its memory until its copy out ends, and from the start of its
+            copy back; "fluid": it does so in proportion to the bytes that are still to be copied.
 
     Raises:
-        InvalidSchedule: names the op and what it lacks; reports a deadlock if copies are in the way.
+        InvalidSchedule: the schedule is invalid, with the op and what it lacks; or copies cause a deadlock.
 
     >>> from fxremat.chains.chain import Block
     >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=4, saved_bytes=9)
@@ -128,7 +129,7 @@ def simulate(
 
 
 def _straight(script: ResolvedSchedule) -> TimedRun:
-    """Return the times of a schedule without copies: one op after the other."""
+    """Return the start and end times of a schedule without copies, in which ops run one after the other."""
     memory: list[int] = []
     starts: list[float] = []
     ends: list[float] = []
@@ -159,17 +160,22 @@ def _link(script: ResolvedSchedule, schedule: Schedule, platform: Platform | Non
             )
     assert platform is not None
     return LinkSpeeds(
-        to_host=platform.to_host or inf,  # without a speed there is no such copy
+        # infinite if no speed is given, since there are then no copies in this direction
+        to_host=platform.to_host or inf,
         from_host=platform.from_host or inf,
         shared=platform.duplex == "half",
     )
 
 
 def _check_room(script: ResolvedSchedule, schedule: Schedule, limit: int) -> None:
-    """Raise `InvalidSchedule` if `limit` bytes are too few even with instant copies out and latest copies back."""
+    """Raise `InvalidSchedule` if the schedule needs more than `limit` bytes.
+
+    Copies to the host are taken to be instant, and copies back to run as late as possible.
+    """
     for place, need in enumerate(script.base):
         if need > limit:
-            token = script.steps[max(place - 1, 0) // 3].token  # the last place needs no more than the one before
+            # the last moment never needs more than the one before, so that op is named
+            token = script.steps[max(place - 1, 0) // 3].token
             where = f"op {token + 1}, {schedule.ops[token]}"
             why = "deadlock: even when no copy is left to wait for, " if script.copies else ""
             raise InvalidSchedule(f"{where}: {why}it needs {need} bytes, {need - limit} more than there are")

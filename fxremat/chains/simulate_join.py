@@ -1,18 +1,19 @@
-"""The one definition of a valid schedule of a join, its memory and its time: `simulate`, for several chains.
+"""The definition of a valid schedule of a join (several chains that meet), of its memory and of its time.
 
     each branch has its own stored values, at first its a_0, and its own phase
-    turn       the last values of all branches become their gradients: B1 of the trunk, or Loss
-    before it  a branch has no gradient; it holds what its last block holds (Block.held_bytes)
+    turn       the outputs of all branches are replaced by their gradients: at B1 of the trunk, or at Loss
+    before it  a branch has no gradient; it holds the `Block.held_bytes` of its last block
     after it   a branch in phase t holds Chain.phase_sizes[t]
-    trunk      its input is the last value of every branch, a_n or A_n, so that `input_bytes` and
+    trunk      its input is the output of every branch, a_n or A_n, so that `input_bytes` and
                `input_grad_bytes` of its chain are not used; its weight gradients stay to the end
 
     op         needs               memory while it runs                          afterwards
-    Loss       every last value    all + the gradients of every last value       the gradients; no a_n
-    0:B1       last values, A_1    all + those gradients + its scratch           the gradients; no a_n, no A_1
-    0:Fnone1   every last value    all + a_1 + scratch                           a_1; no a_n
+    Loss       all outputs         all + the gradients of all outputs            the gradients; no a_n
+    0:B1       all outputs, A_1    all + those gradients + its scratch           the gradients; no a_n, no A_1
+    0:Fnone1   all outputs         all + a_1 + scratch                           a_1; no a_n
 
-and every other op as in simulate.py, where "stored" and "phase" are those of all branches and the trunk together.
+and every other op as in simulate.py, where "stored" and "phase" are those of all branches and the trunk
+together.
 """
 
 from collections.abc import Iterator
@@ -26,18 +27,18 @@ from fxremat.errors import InvalidSchedule
 
 @dataclass(frozen=True)
 class JoinTimeline:
-    """Memory and time of a join's schedule; `memory[i]` belongs to `schedule.ops[i]`."""
+    """The simulated memory and time of a join's schedule; `memory[i]` belongs to `schedule.ops[i]`."""
 
     schedule: JoinSchedule
-    peak: int  # bytes
-    time: float  # seconds
-    memory: tuple[int, ...]  # bytes while the op runs, including all that is stored
+    peak: int  # peak bytes
+    time: float  # seconds of the step
+    memory: tuple[int, ...]  # bytes during each operation, including all that is stored
 
 
 def simulate_join(join: Join, schedule: JoinSchedule) -> JoinTimeline:
     """Simulate a schedule of a join: memory at every op, and the time.
 
-    Raises `InvalidSchedule`, which names the op and what it lacks.
+    Raises `InvalidSchedule`, with the op and what it lacks.
 
     >>> from fxremat.chains.chain import Block
     >>> block = Block(forward_time=1.0, backward_time=2.0, output_bytes=1, saved_bytes=3)
@@ -63,13 +64,13 @@ def simulate_join(join: Join, schedule: JoinSchedule) -> JoinTimeline:
 
 @dataclass
 class _Branch:
-    """The memory of one branch, or of the trunk."""
+    """The simulated memory of one branch of a join, or of its trunk."""
 
     chain: Chain
     stored: dict[Value, int] = field(default_factory=dict)  # value -> its bytes
-    options: dict[int, int] = field(default_factory=dict)  # block -> the option under which A_l was saved
-    phase: int | None = None  # the block whose backward is next; None: the branch has no gradient yet
-    constant: int = 0  # bytes held in this phase, besides what is stored
+    options: dict[int, int] = field(default_factory=dict)  # block -> the option with which its values were saved
+    phase: int | None = None  # number of the block whose backward is next; None: the branch has no gradient yet
+    constant: int = 0  # bytes in use until the next backward ends, besides stored values
 
     @property
     def used(self) -> int:
@@ -84,7 +85,7 @@ class _Branch:
 
 
 class _Device:
-    """The memory of the device between two ops."""
+    """The simulated device memory between two operations."""
 
     def __init__(self, join: Join) -> None:
         self.branches = [
@@ -97,7 +98,7 @@ class _Device:
             self.trunk.enter(len(join.trunk))
 
     def chains(self) -> Iterator[tuple[int, _Branch]]:
-        """Yield every branch with its number, the trunk first."""
+        """Yield (number, branch) for every branch, the trunk first, with number 0."""
         if self.trunk is not None:
             yield 0, self.trunk
         yield from enumerate(self.branches, start=1)
@@ -107,7 +108,7 @@ class _Device:
         return sum(branch.used for _, branch in self.chains())
 
     def run(self, op: JoinOp) -> tuple[int, float]:
-        """Run one op; return the bytes of all branches and the trunk while it runs, and its seconds."""
+        """Simulate one operation; return the bytes of all branches and the trunk during it, and its seconds."""
         match op:
             case Loss():
                 return self._loss(), 0.0
@@ -181,7 +182,8 @@ class _Device:
         del branch.stored[saved]
         branch.enter(number - 1)
         if first_of_trunk:
-            branch.constant -= branch.chain.input_grad_bytes  # the branches hold this gradient, as those of their ends
+            # the gradient of the trunk's input is stored as the gradients of the branches' outputs
+            branch.constant -= branch.chain.input_grad_bytes
             self._turn()
         else:
             self._free_input(branch, number)

@@ -1,23 +1,23 @@
-"""The clock of schedules with copies: when ops and copies run, on a device with a memory limit.
+"""Simulated times of schedules with copies: when ops and copies run, on a device with a memory limit.
 
     op                starts when the op before and the copies that it needs have ended, and it fits
     copy to host      first in, first out; starts when the value is on the device
     copy from host    first in, first out; starts when the value is on the host and it fits into memory together with
                       all else, values that are still leaving included, from now to the op that needs it
 
-So a copy from the host never takes memory that an op before its reader needs, and placing Pre(v) early does no harm. It
-follows that a schedule deadlocks only if `ResolvedSchedule.base` exceeds the limit somewhere: with every copy to the
-host ended and every copy from it as late as possible. It also follows that, with two independent directions, more
-memory or bandwidth never costs time. On one shared bus the copy that entered its queue first goes first, if it can
-start; there more memory may let a copy from the host go before others.
+So a copy from the host never takes memory that an op before its reader needs, and placing Pre(v) early does no
+harm. It follows that a schedule deadlocks only if `ResolvedSchedule.base` exceeds the limit somewhere: with
+every copy to the host ended and every copy from it as late as possible. It also follows that, with two
+independent directions, more memory or bandwidth never costs time. On one shared bus the copy that entered its
+queue first goes first, if it can start; there more memory may let a copy from the host go before others.
 
     whole   a value occupies the device until its copy to the host ends, and from the start of its copy back
     fluid   it does so in part: memory is released and allocated at the speed of the link; an op's input stays entire
             while the op runs; copies from the host pause where they would take memory that an op needs
 
-The fluid model is the relaxation O.7'' / OR.5 of the thesis of A. Shilova (2021, ch. 3-4). The thesis pauses no copy,
-but delays copies from the host as long as it can: a copy that is early, where it fits, changes no op's start. By its
-Proposition 1, offloading as early as possible is best.
+The fluid model is the relaxation O.7'' / OR.5 of the thesis of A. Shilova (2021, ch. 3-4). The thesis pauses no
+copy, but delays copies from the host as long as it can: a copy that is early, where it fits, changes no op's
+start. By its Proposition 1, offloading as early as possible is best.
 """
 
 from collections import deque
@@ -30,41 +30,41 @@ from fxremat.chains.resolved import LinkCopy, ResolvedSchedule
 from fxremat.chains.schedule import Schedule
 from fxremat.errors import InvalidSchedule
 
-_BYTES = 1e-3  # smaller differences are rounding
+_BYTES = 1e-3  # bytes; smaller differences are rounding errors
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedRun:
-    """The times and memory of a run of a schedule; lists have an entry for each of its operations (tokens)."""
+    """The simulated times and memory of a schedule; lists have one entry for each of its operations."""
 
-    time: float  # seconds, until the last op and the last copy have ended
+    time: float  # seconds until the last op and the last copy have ended
     idle: float  # seconds during which no op runs
-    peak: int  # bytes
-    memory: list[int]  # bytes
-    starts: list[float]  # seconds
-    ends: list[float]  # seconds
-    hidden: float  # share of the copies' seconds during which an op ran
+    peak: int  # peak bytes
+    memory: list[int]  # bytes during each operation
+    starts: list[float]  # seconds at which each operation starts
+    ends: list[float]  # seconds at which each operation ends
+    hidden: float  # fraction of the seconds of copying during which an op ran
 
 
 @dataclass(kw_only=True)
 class LinkSpeeds:
-    """The speeds of the two directions, in bytes per second."""
+    """The speeds of copies in both directions, in bytes per second."""
 
     to_host: float
     from_host: float
-    shared: bool  # one copy at a time over both directions
+    shared: bool  # True: only one copy at a time, in either direction
 
 
 @dataclass(eq=False)
 class _Flow:
-    """A copy that is under way."""
+    """A copy that is running or paused."""
 
     copy: LinkCopy
     rate: float  # bytes per second
-    since: float  # seconds: when it last started, resumed or paused
-    moved: float = 0.0  # bytes at time `since`
-    target: float = 0.0  # bytes at which it stops or pauses
-    until: float = inf  # the time at which it reaches `target`; inf if it is paused
+    since: float  # time in seconds at which the copy last started, resumed or paused
+    moved: float = 0.0  # bytes that were copied until the time `since`
+    target: float = 0.0  # number of copied bytes at which the copy ends or pauses
+    until: float = inf  # time at which the copy reaches `target`; inf if it is paused
 
     def at(self, time: float) -> float:
         if self.until == inf:
@@ -72,7 +72,7 @@ class _Flow:
         return self.target if time >= self.until else self.moved + (time - self.since) * self.rate
 
     def head_for(self, target: float, time: float) -> None:
-        """Continue up to `target` bytes, from now on."""
+        """Continue the copy at `time` (seconds), until `target` bytes are copied in total."""
         if target == self.target and self.until < inf:
             return
         self.moved, self.since = self.at(time), time
@@ -86,7 +86,8 @@ class _Flow:
 def run(script: ResolvedSchedule, schedule: Schedule, limit: int | None, link: LinkSpeeds, *, fluid: bool) -> TimedRun:
     """Compute when each op and copy of a resolved schedule runs, within `limit` bytes. Raises `InvalidSchedule`.
 
-    It raises if neither an op nor a copy can proceed. `fluid`: memory is freed and allocated as fast as copies go.
+    It raises if neither an op nor a copy can proceed. `fluid`: memory is freed and allocated at the speed of
+    copies.
     """
     return _Clock(script, schedule, limit, link, fluid).run()
 
@@ -97,20 +98,23 @@ class _Clock:
     ) -> None:
         self.script, self.schedule, self.link, self.fluid = script, schedule, link, fluid
         self.limit: float = inf if limit is None else limit
-        # need[q]: bytes at place q, including what is leaving and what has come early
+        # need[q]: bytes at moment q, including values whose copy to the host has not ended and values copied
+        # back early
         self.need = np.array(script.base, dtype=np.int64)
         for copy in script.copies:
             if copy.outward:
                 self.need[copy.stored.gone :] += copy.stored.size
-        self.queues: tuple[deque[LinkCopy], deque[LinkCopy]] = deque(), deque()  # from host, to host
+        # waiting copies: first those from the host, then those to the host
+        self.queues: tuple[deque[LinkCopy], deque[LinkCopy]] = deque(), deque()
         self.flows: list[_Flow | None] = [None, None]
         self.done: set[LinkCopy] = set()
         self.time, self.place, self.step = 0.0, 0, 0
-        self.running = inf  # the end of the op that runs; inf: none runs
+        self.running = inf  # time at which the running op ends; inf if none runs
         self.peak = 0.0
         tokens = len(schedule.ops)
         self.memory, self.starts, self.ends = [0.0] * tokens, [0.0] * tokens, [0.0] * tokens
-        self.busy = self.copying = self.beneath = 0.0  # seconds
+        # total seconds of ops, of copies, and of copies that run during ops
+        self.busy = self.copying = self.beneath = 0.0
 
     def run(self) -> TimedRun:
         self._reach_slot()
@@ -134,7 +138,7 @@ class _Clock:
         )
 
     def _reach_slot(self) -> None:
-        """Process the tokens of a slot, after an op has ended or the step has begun."""
+        """Process the drops and copies between two ops, after an op has ended or the step has begun."""
         self._see()
         now = self._used()
         for token in self.script.slots[self.step]:
@@ -147,11 +151,11 @@ class _Clock:
         self._see()
 
     def _used(self) -> float:
-        """Return the bytes on the device now."""
+        """Return the bytes on the device at the current time."""
         return float(self.need[self.place]) + self._partial(self.place)
 
     def _partial(self, place: int) -> float:
-        """Return the bytes that unfinished copies add to `need` at a place (0 unless `fluid`)."""
+        """Return the bytes that unfinished copies add to `need` at the moment `place`; 0 unless `fluid`."""
         if not self.fluid:
             return 0.0
         coming, leaving = self.flows
@@ -183,13 +187,14 @@ class _Clock:
         return True
 
     def _excess(self) -> float:
-        """Return the bytes that are missing for the next op to start, or for the time after it; 0.0 if it fits."""
+        """Return the bytes that are missing for the next op to start, or for the time right after it; 0.0 if it fits.
+        """
         places = (self.place + 1, self.place + 2)
         most = max(float(self.need[place]) + self._partial(place) for place in places) - self.limit
         return most if most > (_BYTES if self.fluid else 0) else 0.0
 
     def _start_copies(self) -> bool:
-        """Start, or resume, the copies of both queues that can run, and return whether any did.
+        """Start, or resume, the copies of both queues that can run; return whether any did.
 
         On a shared bus only one runs: the one that entered its queue first, if it can.
         """
@@ -233,7 +238,7 @@ class _Clock:
         return True
 
     def _room(self, copy: LinkCopy, moved: float) -> float:
-        """Return how many bytes of a copy may have moved, given the memory that ops need."""
+        """Return how many bytes of a copy may have been copied, given the memory that ops need."""
         size = copy.stored.size
         if copy.outward:
             return size
@@ -250,7 +255,7 @@ class _Clock:
         return float(event)
 
     def _fits_at(self) -> float:
-        """Return the time from which the next op fits, as the copy to the host frees memory; inf if it never does."""
+        """Return the time at which the next op fits, as a copy to the host frees memory; inf if it never does."""
         leaving, event = self.flows[1], 0.0
         for place in (self.place + 1, self.place + 2):
             excess = float(self.need[place]) + self._partial(place) - self.limit
@@ -280,7 +285,8 @@ class _Clock:
         self._settle(0)
 
     def _settle(self, way: int) -> None:
-        """Record that the copy of a queue (0: from the host, 1: to it) has reached its target, if it has by now."""
+        """If the copy of a direction (0: from the host, 1: to the host) has reached its target, complete or pause it.
+        """
         flow = self.flows[way]
         if flow is None or flow.until > self.time:
             return

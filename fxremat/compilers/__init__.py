@@ -1,1 +1,1 @@
-"""The pass inside of other compilers: graphs that others captured are read, planned, and given back rewritten."""
+"""Planning as a pass inside other compilers: graphs that they captured are read, planned, and returned rewritten."""

@@ -1,4 +1,4 @@
-"""A partition function of Inductor that plans: `torch._inductor.config.custom_partitioner_fn`."""
+"""A partition function for Inductor that plans within a budget: `torch._inductor.config.custom_partitioner_fn`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import (  # torch 2.11, 2.13, 2.14
+from torch._inductor.custom_graph_pass import (  # as in torch 2.11, 2.13 and 2.14
     CustomPartitionerFn,
     get_hash_for_files,
 )
@@ -23,25 +23,25 @@ from fxremat.graphs.nodes import is_random
 from fxremat.options import Options
 from fxremat.plans import Plan
 
-TRIES = 6  # plans that `fit` tries
-SAFE = 0.98  # a plan that is to need less is given this share of what the last one suggests
+TRIES = 6  # maximum number of plans that `fit` tries
+SAFE = 0.98  # each try of `fit` uses this fraction of the budget that the last peak suggests
 
 
 class InductorPartitioner(CustomPartitionerFn):
-    """A partition function for Inductor: what its two graphs keep and recompute fits into a budget.
+    """A partition function for Inductor that chooses what is kept and recomputed such that it fits into a budget.
 
         torch._inductor.config.custom_partitioner_fn = fxremat.passes.InductorPartitioner("4GiB")
         model = torch.compile(model)
 
-    Inductor fuses and reorders the ops afterwards, so that the peak of the plan is an estimate of the real one; `fit`
-    measures that. Random ops never run twice. Compiled graphs are cached by `uuid()`.
+    Inductor fuses and reorders the ops afterwards, so that the peak of the plan is only an estimate of the real
+    one; `fit` measures the real one. Random ops are never recomputed. Compiled graphs are cached by `uuid()`.
 
     Args:
         mem: the budget, in any form that `fxremat.compile` takes.
         options: as those of `fxremat.plan`; offloading and slices are refused, since Inductor compiles all ops.
 
     Raises:
-        InvalidBudget, FxrematError: an option has a value that it cannot have.
+        InvalidBudget, FxrematError: an option has an invalid value.
     """
 
     def __init__(self, mem: int | str, **options: Unpack[PassOptions]) -> None:
@@ -56,17 +56,17 @@ class InductorPartitioner(CustomPartitionerFn):
         self._partitioner = Partitioner(once, pipeline="for compilers")
 
     def fit(self, step: Callable[[], Any]) -> int:
-        """Run a training step by torch.compile, and plan for less until its real peak fits; return that, in bytes.
+        """Run a training step by torch.compile, and plan for less memory until its real peak fits; return it in bytes.
 
             within = InductorPartitioner("4GiB")
             with inductor_config.patch(custom_partitioner_fn=within):
                 compiled = torch.compile(model)
                 within.fit(lambda: compiled(x).backward())
 
-        Each try forgets all that torch.compile has compiled, and compiles again.
+        Each try resets torch.compile and compiles again.
 
         Args:
-            step: forward and backward of the compiled model. Gradients that are there are added to.
+            step: runs forward and backward of the compiled model; it accumulates into existing gradients.
 
         Raises:
             BudgetTooSmall: the real peak does not fit after `TRIES` tries; or no program fits.
@@ -76,7 +76,7 @@ class InductorPartitioner(CustomPartitionerFn):
         for _ in range(TRIES):
             torch.compiler.reset()
             self.plans.clear()
-            step()  # compiles
+            step()  # compiles the model
             if not self.plans:
                 raise FxrematError("the step compiled no graph with a backward: set custom_partitioner_fn, and train")
             wanted = wanted or self.plans[0].budget
@@ -88,7 +88,7 @@ class InductorPartitioner(CustomPartitionerFn):
         raise BudgetTooSmall(minimum=peak, budget=wanted)
 
     def __getstate__(self) -> Options:
-        """Return the options: Inductor pickles its configuration, and plans are not part of it."""
+        """Return the options only, since Inductor pickles its configuration."""
         return self._options
 
     def __setstate__(self, options: Options) -> None:
@@ -102,13 +102,13 @@ class InductorPartitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the forward and the backward graph. Raises what `Partitioner` raises."""
+        """Return the forward and the backward graph of a joint graph. Raises what `Partitioner` raises."""
         return self._partitioner(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
         """Return a hash of all that plans depend on: fxremat's source and the options.
 
-        None, so that compiled graphs are not cached, where ops are measured, or a wish is a function.
+        None, so that compiled graphs are not cached, if ops are measured, or ops are selected by a function.
         """
         if self._options.measures or not all(isinstance(wish, str) for wish in self._options.wishes):
             return None

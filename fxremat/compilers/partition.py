@@ -1,4 +1,4 @@
-"""A partition function of AOTAutograd that plans: `partition_fn` of AOTAutograd, AutoParallel and torch_xla."""
+"""A partition function that plans within a budget, for AOTAutograd, AutoParallel and torch_xla."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxremat.torch_private import boxed
 
 
 class Partitioner(PlanningPass):
-    """A partition function: joint graph in, forward and backward graph out. `partitioner` makes it."""
+    """A partition function: it takes a joint graph and returns a forward and a backward graph. See `partitioner`."""
 
     def __call__(
         self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
@@ -21,14 +21,14 @@ class Partitioner(PlanningPass):
 
         Raises:
             BudgetTooSmall: no program fits.
-            CaptureError: the graph cannot be planned; names the node.
+            CaptureError: the graph cannot be planned; the error names the node.
         """
         given, plan = self.read_and_plan(joint, num_fwd_outputs)
         return given.with_writes(plan.graphs)
 
 
 def partitioner(mem: int | str, **options: Unpack[PassOptions]) -> Partitioner:
-    """Return a partition function for AOTAutograd, which keeps, recomputes and offloads within `mem`.
+    """Return a partition function for AOTAutograd that keeps, recomputes and offloads within the budget `mem`.
 
         plan_within = fxremat.passes.partitioner("4GiB", costs="H100")
         joint = aot_export_joint_with_descriptors(stack, model, inputs)
@@ -37,19 +37,19 @@ def partitioner(mem: int | str, **options: Unpack[PassOptions]) -> Partitioner:
         )
         print(plan_within.plan)
 
-    The joint graph is not changed. Nothing runs while it is planned, unless costs="measure" asks for that. The peak is
-    the predicted one where the two graphs run as they are, and free values after their last use, as with `as_emitted`.
+    The joint graph is not changed. Nothing runs during planning, unless costs="measure". The predicted peak is
+    that of the two graphs if they run unchanged, and free values after their last use, as with `as_emitted`.
 
     Args:
         mem: the budget, in any form that `fxremat.compile` takes.
         options: as those of `fxremat.plan`; costs are estimates for the device that the graph is on, or for another.
 
     Raises:
-        InvalidBudget, FxrematError: an option has a value that it cannot have.
+        InvalidBudget, FxrematError: an option has an invalid value.
     """
     return Partitioner(pass_options(mem, options))
 
 
 def as_emitted(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> Any:
-    """Compile a graph to what it says: its ops run one by one, and each value is freed after its last use."""
+    """Return a function that runs the graph's ops one by one, and frees each value after its last use."""
     return boxed(gm)

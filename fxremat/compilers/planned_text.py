@@ -1,4 +1,4 @@
-"""The whole pass on a graph as text: what `fxremat opt` does."""
+"""Plan a graph given as text, and return the rewritten graph as text, as the command `fxremat opt` does."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fxremat.plans import Plan
 
 
 def planned_text(text: str, mem: int | str, **options: Unpack[PassOptions]) -> tuple[Plan, str]:
-    """Return the plan of a graph that `to_text` wrote, and the text of its graphs.
+    """Return the plan of a graph that `to_text` wrote, and the text of its planned graphs.
 
-    A joint graph becomes two functions, `forward` and `backward`; a full step stays one.
+    A joint graph becomes two functions, `forward` and `backward`; a graph of a full step stays one.
 
     Raises:
         BudgetTooSmall: no program fits.
-        CaptureError: the text is no graph, or a node cannot be planned; names the line or the node.
+        CaptureError: the text is not a graph, or a node cannot be planned; the error names the line or the node.
     """
     read = from_text(text)
     given, plan = PlanningPass(pass_options(mem, options)).read_and_plan(read.module, read.num_fwd_outputs)

@@ -1,4 +1,4 @@
-"""Plans for graphs that others captured, with the options of `fxremat.plan` that make sense there."""
+"""Plans for graphs that other tools captured, with those options of `fxremat.plan` that apply to them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fxremat.torch_private import is_real, real_tensors
 
 
 class PassOptions(TypedDict, total=False):
-    """The options of a plan for somebody else's graph; `fxremat.options.Options` says what each may be."""
+    """The options of a plan for a graph that another tool captured; `fxremat.options.Options` describes each."""
 
     solver: str
     offload: bool | HostTier | Offload
@@ -39,22 +39,22 @@ class PassOptions(TypedDict, total=False):
 
 
 def pass_options(mem: int | str, options: Mapping[str, Any]) -> Options:
-    """Return checked options for planning graphs of others; costs are estimates where nothing else is said."""
+    """Return checked options for planning graphs that other tools captured; by default, costs are estimated."""
     usual: dict[str, Any] = {"costs": "estimate", "search": Search(progress=False), "dynamic": False}
     found = options_of(mem=mem, **{**usual, **options})
     return replace(found, pure=not found.measures)
 
 
 def pipeline_of(options: Options) -> str:
-    """Return the name of the passes for a graph that runs as it is emitted."""
+    """Return the name of the pipeline of passes for a graph that is not compiled afterwards."""
     return "as given, measured" if options.measures else "as given"
 
 
 def step_of(given: Given, options: Options, inputs: Sequence[Any] = ()) -> FixedStep:
-    """Return a graph of somebody else's as a step that can be planned.
+    """Return a graph that another tool captured as a step that can be planned.
 
     Args:
-        inputs: the inputs of the graph, on which ops are measured; (), or fake tensors: on made-up data.
+        inputs: the inputs of the graph, on which ops are measured; (), or fake tensors: made-up data is used.
     """
     known = inputs_of(given.captured)
     real = len(inputs) == len(known) and all(is_real(each) for each in inputs if isinstance(each, torch.Tensor))
@@ -62,7 +62,7 @@ def step_of(given: Given, options: Options, inputs: Sequence[Any] = ()) -> Fixed
 
 
 def planned(given: Given, options: Options, inputs: Sequence[Any] = ()) -> Plan:
-    """Return the plan of a graph of somebody else's. Raises what `CapturedStep.plan` raises."""
+    """Return the plan for a graph that another tool captured. Raises what `CapturedStep.plan` raises."""
     with real_tensors():
         try:
             return step_of(given, options, inputs).plan()
@@ -74,14 +74,14 @@ def planned(given: Given, options: Options, inputs: Sequence[Any] = ()) -> Plan:
 
 
 class PlanningPass:
-    """Base of passes that plan graphs of others.
+    """Base of passes that plan graphs which other tools captured.
 
     Attributes:
         plans: the plans that were made, newest last.
 
     Args:
-        pipeline: the passes that a copy of the graph goes through first, by name; "": those for graphs that run as they
-            are emitted.
+        pipeline: the name of the pipeline of passes that first runs on a copy of the graph; "": the one for graphs
+            that run as they are emitted.
     """
 
     def __init__(self, options: Options, pipeline: str = "") -> None:
@@ -96,7 +96,7 @@ class PlanningPass:
     def read_and_plan(
         self, graph: fx.GraphModule, num_fwd_outputs: int | None = None, inputs: Sequence[Any] = ()
     ) -> tuple[Given, Plan]:
-        """Return a graph as it was read, and its plan. Raises what `read_given` and `CapturedStep.plan` raise."""
+        """Read a graph and plan it; return both. Raises what `read_given` and `CapturedStep.plan` raise."""
         given = read_given(graph, num_fwd_outputs, pipeline=self._pipeline)
         plan = planned(given, self.options, inputs)
         self.plans.append(plan)

@@ -1,4 +1,4 @@
-"""Graphs of torch.fx that others captured, read as captured steps; what was given is never changed.
+"""Reading graphs of torch.fx that other tools captured as captured steps; the original graph is never changed.
 
     a joint graph      forward and backward, with inputs for the gradients of the outputs (tangents), as AOTAutograd
                        passes it to a partition function; decomposed or not
@@ -30,8 +30,9 @@ from fxremat.torch_private import copied
 
 aten = torch.ops.aten
 
-TAG, OF_BACKWARD = "partitioner_tag", "is_backward"  # AOTAutograd's mark of a node of the backward
-MARK = "autograd_backward"  # another one, which make_fx leaves on nodes that autograd traced
+# key and value in `meta` by which AOTAutograd marks a node of the backward
+TAG, OF_BACKWARD = "partitioner_tag", "is_backward"
+MARK = "autograd_backward"  # key in `meta` of nodes that autograd made while make_fx traced
 NO_MARKS = (
     "the graph has neither tangents nor marks, so that nothing tells its backward from its forward: pass "
     'num_fwd_outputs if it is a joint graph; mark the nodes of the backward, node.meta["partitioner_tag"] = '
@@ -41,40 +42,41 @@ NO_MARKS = (
 
 @dataclass(frozen=True)
 class Written:
-    """The description of a value that overwrites an input, in the way of AOTAutograd's descriptions."""
+    """A description of a new value of an input, in the form of AOTAutograd's output descriptions."""
 
-    mutated_input: object  # the description of the input
+    mutated_input: object  # the description (AOTAutograd's `desc`) of the input that this output overwrites
 
 
 @dataclass(frozen=True)
 class Called:
-    """The description of an input that had none: its name."""
+    """A description of an input by its name, if AOTAutograd gave none."""
 
     name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """A graph of somebody else's, read as a step.
+    """A graph that another tool captured, read as a step.
 
-    An input that the graph overwrites is written to at the end of the forward, or of a full step if what is written
-    comes of its backward. For the plan, what is written are further outputs, behind the others.
+    Inputs that the graph overwrites are written to at the end of the forward, or at the end of a full step if
+    the new value is computed in its backward. For planning, new values of inputs are further outputs, after the
+    others.
     """
 
     captured: Captured
-    is_joint: bool  # False: a full step
-    outputs: tuple[int, ...]  # the place among the graph's outputs of each output of the step, forward's first
-    structure: TreeSpec  # of the graph's outputs
-    written: tuple[str, ...]  # the inputs that are overwritten, by name; "" for what is drawn, and read by nobody
-    written_late: tuple[str, ...]  # those that are overwritten behind the backward of a full step
+    is_joint: bool  # True: a joint graph with tangents; False: a full step
+    outputs: tuple[int, ...]  # for each output of the step, forward first, its index among the graph's outputs
+    structure: TreeSpec  # the pytree structure of the graph's outputs
+    written: tuple[str, ...]  # names of the inputs that are overwritten; "" for random numbers that no op reads
+    written_late: tuple[str, ...]  # names of inputs that are overwritten after the backward of a full step
 
     @property
     def forward_count(self) -> int:
-        """The number of outputs of the forward, without what overwrites inputs."""
+        """The number of outputs of the forward, without new values of inputs."""
         return len(self.captured.forward_outputs) - len(self.written)
 
     def with_writes(self, graphs: tuple[fx.GraphModule, fx.GraphModule]) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return copies of forward and backward that overwrite inputs in the forward, of ops of PyTorch alone."""
+        """Return copies of forward and backward with only PyTorch's own ops, in which the forward overwrites inputs."""
         copies = [copied(each.graph) for each in graphs]
         for copy in copies:
             start_and_wait(copy)
@@ -96,7 +98,7 @@ class Given:
         return forward, backward
 
     def put_back(self, outputs: Sequence[Any]) -> Any:
-        """Return the outputs of the step in the order and structure of the graph's outputs."""
+        """Arrange the outputs of the step in the order and structure of the graph's outputs."""
         ordered: list[Any] = [None] * len(outputs)
         for place, output in zip(self.outputs, outputs, strict=True):
             ordered[place] = output
@@ -104,7 +106,7 @@ class Given:
 
 
 def is_marked(graph: fx.Graph) -> bool:
-    """Tell whether a graph has a backward that can be told from its forward: by tangents, or by marks."""
+    """Tell whether the backward of a graph can be distinguished from its forward: by tangents, or by marks."""
     return bool(tangents_in(graph)) or any(map(_is_of_backward, graph.nodes))
 
 
@@ -112,13 +114,15 @@ def read_given(module: fx.GraphModule, num_fwd_outputs: int | None = None, *, pi
     """Read a joint graph, or the graph of a full step. O(nodes).
 
     Args:
-        module: ops of ATen or other registered ops, without effects, with fake tensors of fixed sizes in meta["val"].
+        module: ops of ATen or other registered ops, without side effects, with fake tensors of fixed sizes in
+            meta["val"].
         num_fwd_outputs: the number of outputs that belong to the forward of a joint graph; the others are a gradient
             or None for each input. None: the graph is a full step.
-        pipeline: the passes that the copy of the graph goes through, by the name in `PIPELINES`.
+        pipeline: the name, in `PIPELINES`, of the passes that run on the copy of the graph.
 
     Raises:
-        CaptureError: nothing tells backward from forward; or a node cannot be planned, which the error names.
+        CaptureError: the backward cannot be distinguished from the forward; or a node cannot be planned, which is
+            named.
     """
     graph = copied(module.graph)
     _check(graph)
@@ -156,7 +160,7 @@ def read_given(module: fx.GraphModule, num_fwd_outputs: int | None = None, *, pi
 
 
 def _check_forward(graph: fx.Graph, outputs: Sequence[Any]) -> None:
-    """Raise `CaptureError` if an output of the forward depends on a gradient that is handed in."""
+    """Raise `CaptureError` if an output of the forward depends on an incoming gradient."""
     late = set(tangents_in(graph))
     for node in graph.nodes:
         if not late.isdisjoint(node.all_input_nodes):
@@ -170,7 +174,7 @@ def _check_forward(graph: fx.Graph, outputs: Sequence[Any]) -> None:
 
 
 def _take_writes(graph: fx.Graph) -> list[tuple[str, fx.Node]]:
-    """Remove the nodes that overwrite inputs; return the names of these, and what is written."""
+    """Remove the nodes that overwrite inputs; return the names of these inputs, with the new values."""
     found = []
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         to, value = node.args[:2]
@@ -182,7 +186,10 @@ def _take_writes(graph: fx.Graph) -> list[tuple[str, fx.Node]]:
 
 
 def _unread_draws(graph: fx.Graph, results: Iterable[object]) -> list[fx.Node]:
-    """Return tensors of the forward that ops draw though no result needs them: what is drawn later depends on that."""
+    """Return random numbers of the forward that no result needs.
+
+    They must be drawn nevertheless, since later random numbers depend on that.
+    """
     needed = {result for result in results if isinstance(result, fx.Node)}
     found = []
     for node in reversed(graph.nodes):
@@ -197,7 +204,7 @@ def _unread_draws(graph: fx.Graph, results: Iterable[object]) -> list[fx.Node]:
 
 
 def _first_of(node: fx.Node) -> fx.Node:
-    """Return a node that is the first of the results of an op."""
+    """Insert a getitem for the first result of an op, and return it."""
     with node.graph.inserting_after(node):
         first = node.graph.call_function(operator.getitem, (node, 0))
     first.meta = {**node.meta, "val": node.meta["val"][0]}
@@ -212,7 +219,7 @@ def _sort_outputs(
     written: Sequence[tuple[str, fx.Node]],
     late_writes: Sequence[tuple[str, fx.Node]],
 ) -> None:
-    """Put the forward's outputs first, with what overwrites inputs behind them; the same of the backward follows."""
+    """Reorder the graph's outputs: first the forward's, with new values of inputs, then those of the backward."""
     node = graph.output_node()
     descs: Any = node.meta.get("desc")
     if not (isinstance(descs, Sequence) and len(descs) == len(outputs)):
@@ -227,14 +234,15 @@ def _sort_outputs(
 
 
 def _mark(graph: fx.Graph, outputs: Sequence[Any]) -> list[int]:
-    """Mark the backward of a full step as AOTAutograd does; return the places of the outputs, the forward's first."""
+    """Mark the backward of a full step as AOTAutograd does; return the indices of its outputs, the forward's first."""
     marked = [node for node in graph.nodes if _is_of_backward(node)]
     if not marked:
         raise CaptureError(NO_MARKS)
     late = set(marked)
     for node in graph.nodes:
         if node in late or (node.op == "call_function" and not late.isdisjoint(node.all_input_nodes)):
-            late.add(node)  # what reads it runs behind it: an optimizer's update
+            # nodes that read results of the backward, such as optimizer updates, belong to the backward too
+            late.add(node)
             node.meta[TAG] = OF_BACKWARD
     return sorted(range(len(outputs)), key=lambda place: _is_late(outputs[place]))
 
@@ -248,7 +256,7 @@ def _is_of_backward(node: fx.Node) -> bool:
 
 
 def _floats(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield the inputs and constants that a gradient may be computed for."""
+    """Yield the floating-point inputs and constants, for which gradients may be computed."""
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             tensors = tensors_of(node)
@@ -257,21 +265,22 @@ def _floats(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _note_names(graph: fx.Graph, model: str) -> None:
-    """Note the names of parameters, as far as the graph tells them, and of the graph's class."""
+    """Record the names of parameters that the graph states, and the name of the graph's class."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     named = [(node, getattr(node.meta.get("desc"), "target", None)) for node in inputs]
     note_names([(node, name if isinstance(name, str) else None) for node, name in named], model)
 
 
 def _note_modules(graph: fx.Graph) -> None:
-    """Note the module of each op of a graph that tells none, as far as the names of parameters do.
+    """Record the module of each op in a graph that has no such records, as far as names of parameters show it.
 
-    An op belongs to the module whose parameters it reads; one that reads none, to the module around the op before it.
+    An op belongs to the module whose parameters it reads; if it reads none, to the module around that of the op
+    before it.
     """
     if any("nn_module_stack" in node.meta for node in graph.nodes):
         return
-    owners: dict[fx.Node, str] = {}  # of parameters, and of what is computed from one alone: the module
-    around: dict[fx.Node, str] = {}  # of what ops make: the module around the one that they belong to
+    owners: dict[fx.Node, str] = {}  # parameter, or value computed from one parameter alone -> its module
+    around: dict[fx.Node, str] = {}  # result of an op -> the module that contains the op's module
     for node in graph.nodes:
         if node.op == "placeholder" and (name := parameter_of(node)):
             owners[node] = name.rpartition(".")[0]
@@ -302,7 +311,7 @@ def _check(graph: fx.Graph) -> None:
 
 
 def _trouble(node: fx.Node) -> str:
-    """Return why a node cannot be planned; "" if it can."""
+    """Return the reason why a node cannot be planned; "" if it can."""
     if node.op in ("call_module", "call_method"):
         return (
             f"is a {node.op} of {node.target}, and not an op: trace the module with make_fx or torch.export, or pass "

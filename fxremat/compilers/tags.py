@@ -1,4 +1,4 @@
-"""A plan written on a graph as the marks of torch's checkpointing, for executors that read these."""
+"""A plan written on a graph in the form of torch's checkpointing tags, for executors that read these."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxremat.passes.collectives import WAIT
 from fxremat.plans import Plan
 from fxremat.step.program import Role, Transfer
 
-GROUP = "ac_graph_id"  # which marks torch's partitioner reads together
+GROUP = "ac_graph_id"  # key in `meta` of the group of nodes that torch's partitioner treats together
 
 
 def tag(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -22,10 +22,11 @@ def tag(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         joint = fxremat.capture(graph, num_fwd_outputs=1)
         fxremat.passes.tag(graph, joint.plan("60%"))
 
-    `node.meta["recompute"]` becomes `CheckpointPolicy.MUST_SAVE` for what waits in memory for the backward,
-    `MUST_CPU_OFFLOAD` for what waits on the host, and `MUST_RECOMPUTE` for all else, views among it. Marks say which
-    values are kept, and not in which order ops run: an executor's peak is its own. `fxremat` takes MUST_SAVE and
-    MUST_CPU_OFFLOAD on a graph that it is given as wishes: see `never_again`.
+    `node.meta["recompute"]` becomes `CheckpointPolicy.MUST_SAVE` for values that stay in memory for the
+    backward, `MUST_CPU_OFFLOAD` for values that are copied to the host, and `MUST_RECOMPUTE` for all others,
+    views included. Tags say which values are kept, but not in which order ops run, so that the executor's peak
+    differs from the plan's. When fxremat plans a graph with tags, it treats MUST_SAVE and MUST_CPU_OFFLOAD as
+    wishes not to recompute: see `never_again`.
 
     Args:
         graph: the graph that the plan was made for, or one with nodes of the same names.
@@ -46,7 +47,7 @@ def tag(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
 
 
 def _policies(plan: Plan) -> dict[str, CheckpointPolicy]:
-    """Return the mark of each node of the forward, by name: of ops, of items of what they return, and of views."""
+    """Return name -> checkpointing tag for each node of the forward: ops, getitems and views."""
     program, step, captured = plan.program, plan.graph, plan.captured
     late = program.steps[program.split :]
     hosted = {
@@ -67,7 +68,7 @@ def _policies(plan: Plan) -> dict[str, CheckpointPolicy]:
 
 
 def _forward(captured: Captured) -> Iterator[fx.Node]:
-    """Yield the nodes that the forward computes, views among them."""
+    """Yield the nodes that the forward computes, including views."""
     wanted = {*captured.nodes[: captured.forward_count], *captured.forward_outputs}
     for node in reversed(captured.module.graph.nodes):
         if node in wanted:

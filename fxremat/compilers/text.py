@@ -1,4 +1,4 @@
-"""Captured graphs as text that people read and programs read back: `to_text`, `from_text`.
+"""Captured graphs as text that people can read and programs can parse: `to_text`, `from_text`.
 
     # fxremat graph {"num_fwd_outputs": 1, "name": "Net"}
     def forward(
@@ -9,10 +9,9 @@
         ...
         return [sum_1, mul]
 
-Inputs have types: data type, shape, strides where these are not those of a contiguous tensor, and device; behind a
-parameter stands its name. Types of results follow from the ops. After an op stands what is noted on it: the module,
-autograd's number, and whether it belongs to the backward. Reading calls ops on fake tensors and nothing else, whatever
-the text says.
+Inputs have types: dtype, shape, strides unless contiguous, and device; a parameter's name follows as a comment.
+Types of results follow from the ops. A comment after an op states its module, autograd's sequence number, and
+whether it belongs to the backward. Reading only calls ops on fake tensors, whatever the text contains.
 """
 
 from __future__ import annotations
@@ -40,15 +39,16 @@ from fxremat.graphs.names import module_of
 
 HEAD = "# fxremat graph "
 TYPE = re.compile(r"(\w+)\[([\d, ]*)\](?: strides \(([\d, ]*)\))? (\w+(?::\d+)?)")
-NOTED = ("seq_nr", "partitioner_tag", "autograd_backward")  # keys of a node's metadata that are written
+# keys in the `meta` of nodes whose values are written to the text
+NOTED = ("seq_nr", "partitioner_tag", "autograd_backward")
 NUMBERS = {"inf": math.inf, "nan": math.nan}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """The description of an input that is a parameter or a buffer, in the way of AOTAutograd's descriptions."""
+    """A description of an input that is a parameter or buffer, in the form of AOTAutograd's descriptions."""
 
-    target: str  # its name in the model
+    target: str  # the parameter's name in the model
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Text:
     """A graph that was read from text."""
 
     module: fx.GraphModule
-    num_fwd_outputs: int | None  # of a joint graph; None: the graph is a full step
+    num_fwd_outputs: int | None  # number of forward outputs of a joint graph; None: the graph is a full step
 
 
 def to_text(module: fx.GraphModule, num_fwd_outputs: int | None = None) -> str:
@@ -75,7 +75,7 @@ def to_text(module: fx.GraphModule, num_fwd_outputs: int | None = None) -> str:
 
 
 def _overwritten(graph: fx.Graph) -> dict[str, str]:
-    """Return the inputs that outputs overwrite, by the place of the output."""
+    """Return index of an output -> name of the input that it overwrites."""
     inputs = {str(node.meta["desc"]): node.name for node in graph.find_nodes(op="placeholder") if "desc" in node.meta}
     descs: Any = graph.output_node().meta.get("desc") or ()
     sources = {str(place): str(getattr(desc, "mutated_input", None)) for place, desc in enumerate(descs)}
@@ -156,13 +156,12 @@ def _notes(node: fx.Node) -> str:
     return f"  # {json.dumps(notes)}" if notes else ""
 
 
-# --- reading ---
 
 
 def from_text(text: str) -> Text:
     """Return the graph that `to_text` wrote. O(nodes).
 
-    Raises `CaptureError`, which names the line, for text that is no such graph.
+    Raises `CaptureError`, with the line, for other text.
     """
     head, _, body = text.partition("\n")
     try:
@@ -182,7 +181,7 @@ def from_text(text: str) -> Text:
 
 
 def _note_overwritten(graph: fx.Graph, overwritten: Mapping[str, str]) -> None:
-    """Describe the outputs that overwrite inputs, as AOTAutograd does."""
+    """Describe the outputs that overwrite inputs in the form of AOTAutograd's descriptions."""
     if not overwritten:
         return
     inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
@@ -202,7 +201,7 @@ class _Wrong(Exception):
 
 
 def _notes_in(body: str) -> dict[int, Mapping[str, Any]]:
-    """Return what is noted behind ops, by line of the text's function."""
+    """Return the comments after ops, parsed from JSON, by line of the text's function."""
     tokens = tokenize.generate_tokens(io.StringIO(body).readline)
     comments = [token for token in tokens if token.type == tokenize.COMMENT]
     return {token.start[0]: json.loads(token.string.removeprefix("#")) for token in comments}
@@ -227,7 +226,7 @@ class _Reader:
         return self.graph, self.constants
 
     def _statement(self, statement: ast.stmt) -> None:
-        line = statement.lineno + 1  # of the text, which has a line before the function
+        line = statement.lineno + 1  # line in the text, which has a header line before the function
         match statement:
             case ast.Return(value=ast.expr() as value):
                 self.graph.output(self._value(value, line))
@@ -246,7 +245,7 @@ class _Reader:
                 try:
                     with self.mode:
                         node.meta["val"] = self._evaluated(node)
-                except Exception as error:  # whatever an op says to its arguments
+                except Exception as error:  # an op may raise anything for invalid arguments
                     raise _Wrong(f"{name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}", line) from None
             case _:
                 raise _Wrong("it is neither an assignment nor a return", line)
@@ -324,5 +323,5 @@ def _integers(text: str) -> Iterator[int]:
 
 
 def emitted_text(graphs: Sequence[tuple[str, fx.Graph]]) -> str:
-    """Return emitted graphs, each with a name, as the text of functions."""
+    """Return graphs, each with a name, as the text of functions."""
     return "\n\n".join(function_text(graph, name) for name, graph in graphs)

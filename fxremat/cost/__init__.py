@@ -1,1 +1,1 @@
-"""Seconds and bytes of each op of a joint graph: measured on the device, or estimated from a description of one."""
+"""Seconds and bytes of each op of a joint graph: measured on the device, or estimated for a device description."""

@@ -1,6 +1,6 @@
-"""Measured costs that outlive the process: a SQLite file for each environment (`cost.environment`), a row for each key.
+"""Measured costs, stored on disk for later processes: one SQLite file for each environment (`cost.environment`).
 
-A row is a blob of 8-byte floating-point numbers, so that nothing has to be parsed.
+A row has a key, and a blob of 8-byte floating-point numbers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from fxremat.step.costs import OpCost
 from fxremat.store import Store, folder
 
 TABLE = "costs"
-DOUBLE = 8  # bytes
+DOUBLE = 8  # bytes of a float64
 
 
 def store_of(device: torch.device) -> Store:
-    """Return the store on disk for this device under the present torch and settings."""
+    """Return the store on disk for this device under the current torch version and settings."""
     return Store(folder() / f"{name_of(environment(device))}.sqlite")
 
 
 class CostCache:
-    """A dictionary from text to numbers that outlives the process: read at once, written by `save`."""
+    """A mapping from text to lists of numbers, read from disk when it is created, and written by `save`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,25 +37,25 @@ class CostCache:
 
     @classmethod
     def of_device(cls, device: torch.device) -> Self:
-        """Return the cache of costs for this device under the present torch and settings."""
+        """Return the cache of costs for this device under the current torch version and settings."""
         return cls(store_of(device).path)
 
     def op(self, key: str) -> OpCost | None:
-        """Return the cost kept under a key; None if there is none, or the numbers cannot be a cost."""
+        """Return the cost stored under a key; None if there is none, or the numbers cannot be a cost."""
         if numbers := self._new.get(key):
             return _cost(numbers)
         numbers = self._known.get(key)
         return _cost(numbers) if numbers and _is_plausible(numbers) else None
 
     def keep_op(self, key: str, cost: OpCost) -> None:
-        """Keep a cost; `save` writes it."""
+        """Store a cost under a key, to be written to disk by `save`."""
         self.keep(key, [cost.seconds, cost.workspace, *cost.outputs])
 
     def numbers(self, key: str, count: int | None = None) -> list[float] | None:
-        """Return the numbers kept under a key; None if there are none, or not all of them are finite and above 0.
+        """Return the numbers stored under a key; None if there are none, or not all of them are finite and above 0.
 
         Args:
-            count: how many there must be, else None is returned; None: any number of them.
+            count: return None unless there are exactly this many numbers; None: any number is accepted.
         """
         found = self._new.get(key) or self._known.get(key)
         if not found or not all(math.isfinite(number) and number > 0 for number in found):
@@ -63,12 +63,12 @@ class CostCache:
         return found if count in (None, len(found)) else None
 
     def keep(self, key: str, numbers: Sequence[float]) -> None:
-        """Keep numbers; `save` writes them."""
+        """Store numbers under a key, to be written to disk by `save`."""
         self._new[key] = [float(number) for number in numbers]
         self._unsaved.add(key)
 
     def save(self) -> None:
-        """Write what is new; if another process keeps the file locked, the next `save` tries again."""
+        """Write new entries to disk; if another process has locked the file, the next `save` tries again."""
         rows = {key: _packed(self._new[key]) for key in self._unsaved}
         if rows and Store(self.path).put(TABLE, rows):
             self._unsaved.clear()
@@ -90,5 +90,5 @@ def _packed(numbers: Sequence[float]) -> bytes:
 
 
 def _numbers(row: bytes) -> list[float]:
-    """Return the numbers of a row; [] if its length does not fit."""
+    """Return the numbers of a row; [] if its length is not a multiple of 8 bytes."""
     return [] if len(row) % DOUBLE else list(struct.unpack(f"<{len(row) // DOUBLE}d", row))

@@ -1,8 +1,9 @@
-"""The factor from the sum of the ops' times to the time of a whole step, measured by running the planned graphs.
+"""The factor from the summed times of ops to the time of a whole step, measured by running the planned graphs.
 
-The graphs are functional (AOTAutograd applies updates outside of them), so they run on the user's own inputs and
-parameters without changing the model; missing data is made up. The run needs the memory that the plan predicts; on CUDA
-it is left out if that memory, and that of made-up data, is not free. The factor is cached with the costs.
+The graphs are functional (AOTAutograd applies updates outside of them), so they run on the user's own inputs
+and parameters without changing the model; missing data is made up. The run needs the memory that the plan
+predicts; on CUDA it is skipped if that memory, and that of made-up data, is not free. The factor is cached with
+the costs.
 """
 
 from __future__ import annotations
@@ -38,24 +39,25 @@ from fxremat.units import format_bytes
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-ROOM = 1.05  # a step is run only if this times what it needs is free: the allocator's blocks leave gaps
-RUNS = 3  # runs of a step, of which the fastest counts
-TURNS = 6  # runs of each program in a comparison, at most
-CLOSE = 1.1  # where steps are long, a program slower than this times the fastest is not run again
-FEWEST = 3  # runs of each program in a comparison at least, however long they are
-LONG = 1.0  # seconds of a program's runs, after which steps count as long: then two runs, or `FEWEST` turns, are enough
+# a step is run only if this many times its memory is free, since the allocator's blocks leave gaps
+ROOM = 1.05
+RUNS = 3  # a step is run this many times, and the fastest run counts
+TURNS = 6  # largest number of runs of each program in a comparison
+CLOSE = 1.1  # in a comparison of long steps, a program that is slower than the fastest by this factor is not run again
+FEWEST = 3  # smallest number of runs of each program in a comparison
+LONG = 1.0  # seconds of runs of a program after which two runs, or `FEWEST` in a comparison, are enough
 
 
 def calibration(
     program: Program, costs: Costs, inputs: Sequence[Any] = (), ranks: Agreement = ALONE
 ) -> float:
-    """Return the measured time of a step over the predicted one; 1 if it cannot be measured.
+    """Return the ratio of measured to predicted seconds of a step; 1 if it cannot be measured.
 
-    A few steps run, unless the factor is cached for this graph.
+    A few steps are run, unless the factor is cached for this graph.
 
     Args:
         inputs: the arguments of the captured graph; data is made up for missing ones.
-        ranks: the ranks that run the program together; the largest of their factors is returned to each.
+        ranks: the ranks that run the program together; each gets the largest of their factors.
     """
     joint = captured_of(program.layout.graph)
     device, key = device_of(joint), f"factor {of_ops(joint)}"
@@ -74,7 +76,7 @@ def calibration(
 def seconds_of_steps(
     programs: Sequence[Program], costs: Sequence[Costs], inputs: Sequence[Any] = (), tier: str = ""
 ) -> list[float] | None:
-    """Return for each program the seconds of its fastest step; the programs take turns. None if they cannot run.
+    """Return for each program the seconds of its fastest step; None if they cannot run.
 
     If the same programs were compared before, the seconds are read from the cache.
 
@@ -128,7 +130,7 @@ def _peak(program: Program, costs: Costs, inputs: Sequence[Any], tier: str) -> l
 
 
 def _tried(run: Callable[[], T], device: torch.device) -> T | None:
-    """Return the result of `run`, which runs steps; None if it raises: the real step will report what is wrong."""
+    """Return the result of `run`, which runs steps; None if it raises, since training will raise the same error."""
     try:
         with quiet_world(device):
             return unprofiled(run)
@@ -138,9 +140,9 @@ def _tried(run: Callable[[], T], device: torch.device) -> T | None:
 
 
 def has_room(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> bool:
-    """Tell whether the device has room now for one step and made-up inputs; log if it has not.
+    """Tell whether the device has enough free memory for one step and made-up inputs; log if it has not.
 
-    A device that cannot tell its free memory, such as a CPU, counts as having room.
+    A device that cannot tell its free memory, such as a CPU, counts as having enough.
     """
     joint = captured_of(program.layout.graph)
     device = device_of(joint)
@@ -158,7 +160,7 @@ def has_room(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> bool
 def _run(program: Program, costs: Costs, inputs: Sequence[Any], ranks: Agreement) -> float | None:
     """Return the seconds of the fastest of a few steps; None if memory is too short, or a step fails.
 
-    Among several ranks a failure raises, since other ranks would wait.
+    Among several ranks a failure raises, since the other ranks would wait forever.
     """
     alone = len(ranks.ranks) == 1
     made = _Made.of(program, costs, inputs, alone=alone)
@@ -171,7 +173,7 @@ def _run(program: Program, costs: Costs, inputs: Sequence[Any], ranks: Agreement
             while len(runs) < RUNS and (len(runs) < 2 or not alone or sum(runs) < LONG):
                 ranks.meet("timing a step")
                 runs.append(made.seconds(primals, tangents))
-    except Exception as error:  # no plan fails for want of a factor; the real step reports what is wrong, if so
+    except Exception as error:  # planning works without the factor, and training will raise the same error
         log.debug("calibration failed: %s: %s", type(error).__name__, error)
         if not alone:
             raise
@@ -181,7 +183,7 @@ def _run(program: Program, costs: Costs, inputs: Sequence[Any], ranks: Agreement
 
 @dataclass(frozen=True)
 class _Made:
-    """The graphs of a program, to be run on the user's own inputs and on made-up data."""
+    """The graphs of a program, ready to run on the user's inputs, and on made-up data where these are missing."""
 
     joint: Captured
     given: Mapping[int, torch.Tensor]
@@ -195,7 +197,7 @@ class _Made:
         """Make the graphs of a program; return None if one step does not fit into the memory that is free.
 
         Args:
-            alone: check the memory; False among several ranks, which must all go on.
+            alone: True: check the free memory; False for several ranks, which must all go on.
         """
         if alone and not has_room(program, costs, inputs):
             return None
@@ -209,7 +211,7 @@ class _Made:
         return device_of(self.joint)
 
     def arguments(self) -> tuple[list[Any], list[Any]]:
-        """Return the primals and the tangents, made up where no data is given."""
+        """Return arguments for the forward and incoming gradients for the backward, made up where no data is given."""
         joint, given = self.joint, self.given
         primals = [
             given[value].detach() if (value := joint.value_of[node]) in given else weights_like(node)
@@ -218,7 +220,7 @@ class _Made:
         return primals, [value_like(node) for node in joint.tangent_nodes]
 
     def step(self, primals: Sequence[Any], tangents: Sequence[Any]) -> None:
-        """Run forward and backward, and hold the outputs meanwhile as a caller does, but no new values of inputs."""
+        """Run forward and backward; hold the outputs in between as a caller does, but not new values of buffers."""
         joint = self.joint
         results = list(self.forward(list(primals)))
         returned = joint.forward_outputs

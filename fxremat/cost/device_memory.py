@@ -1,13 +1,13 @@
-"""Memory of a device: what it holds while a model is trained on it, and what that leaves for the peak of a step.
+"""What a device's memory is used for while a model is trained on it, and what is left for the peak of a step.
 
     given       parameters, buffers and inputs that the step reads
     state       the optimizer's state
     the larger of
-      peak        of forward and backward, which `mem` bounds: activations, temporaries and the new gradients
-      stepping    gradients, and what the optimizer allocates while it steps
+      peak        of forward and backward, which `mem` limits: activations, temporaries and the new gradients
+      stepping    gradients, and what the optimizer allocates during its step
 
-Gradients are alive in both phases, and counted once in each. With gradient accumulation, the gradients of earlier
-micro-batches come on top.
+Gradients exist in both phases, and are counted once in each. With gradient accumulation, the gradients of
+earlier micro-batches are needed in addition.
 """
 
 from __future__ import annotations
@@ -35,55 +35,55 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     **{kind.__name__.lower(): (kind, {}) for kind in ELEMENTWISE},
     "sgd-momentum": (torch.optim.SGD, {"momentum": 0.9}),
 }
-"""The optimizers that a user can name: class, and settings on which the size of the state depends."""
+"""Optimizers that users can name: the class, and the settings on which the size of its state depends."""
 
 USUAL = "adamw"  # the optimizer that is assumed if none is named
-SAMPLE = 1 << 16  # elements of a parameter whose update is measured
+SAMPLE = 1 << 16  # number of elements of the parameter whose update is measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Division of a device's memory in training, in bytes."""
+    """What a device's memory is used for in training, in bytes."""
 
     device: Device
     optimizer: str  # the name of the optimizer, for messages
-    given: int  # parameters, buffers and inputs that the step reads
-    state: int = 0  # the optimizer's state
-    stepping: int = 0  # gradients and temporaries, while the optimizer steps
+    given: int  # bytes of parameters, buffers and inputs that the step reads
+    state: int = 0  # bytes of the optimizer's state
+    stepping: int = 0  # bytes of gradients and temporaries during the optimizer's step
 
     @property
     def total(self) -> int:
-        """Bytes of the device; a very large number if its memory is not stated."""
+        """Bytes of memory of the device; a very large number if that is not stated."""
         return 2**62 if self.device.memory is None else self.device.memory
 
     @property
     def margin(self) -> int:
-        """Bytes that driver, context and the allocator's fragments may occupy."""
+        """Bytes reserved for driver, CUDA context and fragmentation."""
         return int(AUTO_MARGIN * self.total)
 
     @property
     def free(self) -> int:
-        """Bytes left for the peak of a step; below 0: the bytes that are missing."""
+        """Bytes left for the peak of a step; negative if the device is too small."""
         return self.total - self.given - self.state
 
     @property
     def auto(self) -> int:
-        """The budget of mem="auto" on this device, in bytes."""
+        """The budget in bytes that mem="auto" means on this device."""
         return self.free - self.margin
 
     def left(self, peak: int) -> int:
-        """Return the bytes that a step of this peak leaves free; below 0: the bytes that are missing."""
+        """Return the bytes left free by a step with this peak in bytes; negative if the device is too small."""
         return self.free - max(peak, self.stepping)
 
     def fits(self, peak: int) -> str:
-        """Tell in a few words whether a step of this peak fits; "?" if the device's memory is not stated."""
+        """Say in a few words whether a step with this peak fits; "?" if the device's memory is not stated."""
         if self.device.memory is None:
             return "?"
         left = self.left(peak)
         return f"{format_bytes(left)} left" if left >= 0 else f"no: {format_bytes(-left)} over"
 
     def __str__(self) -> str:
-        """Name the bytes that are on the device besides a step, for messages."""
+        """Return a phrase for messages that names what else occupies the device's memory."""
         return (
             f"{format_bytes(self.given)} of parameters, buffers and inputs, and {format_bytes(self.state)} of "
             f"optimizer state ({self.optimizer})"
@@ -102,7 +102,7 @@ class DeviceMemory:
 
         Args:
             budget: bytes.
-            peak: of the plan, in bytes.
+            peak: the plan's peak in bytes.
             least: the least budget that works, in bytes.
         """
         yield "memory", format_bytes(self.total)
@@ -116,7 +116,7 @@ class DeviceMemory:
         yield "fits", self._answer(peak, least)
 
     def _answer(self, peak: int, least: int) -> str:
-        """Tell whether the planned peak fits, and if not, whether a lower one would."""
+        """Say whether the planned peak fits, and if not, whether a lower one would."""
         left, at_least = self.left(peak), self.left(least)
         if left >= self.margin:
             return f"yes: {format_bytes(left)} left beside the planned {format_bytes(peak)}"
@@ -132,9 +132,9 @@ class DeviceMemory:
 
 
 def memory_on(device: Device, joint: Captured, optimizer: torch.optim.Optimizer | str | None) -> DeviceMemory:
-    """Return how a device's memory is divided while it trains the parameters of a joint graph.
+    """Return what a device's memory is used for while it trains the parameters of a joint graph.
 
-    If the step updates its weights itself, then weights, gradients and optimizer state are part of its peak, and not
+    If the step updates its weights itself, weights, gradients and optimizer state are part of its peak, and not
     counted here.
 
     Args:
@@ -181,9 +181,10 @@ def _described(optimizer: torch.optim.Optimizer | str) -> tuple[Any, tuple[Any, 
 
 @lru_cache
 def _copies(kind: Any, settings: tuple[Any, ...], dtype: torch.dtype) -> tuple[float, float]:
-    """Return the bytes of optimizer state, and the bytes that an update allocates, as multiples of the parameter's.
+    """Return bytes of optimizer state, and bytes that an update allocates, as multiples of the parameter's bytes.
 
-    They are measured on PyTorch's own optimizer of class `kind`, with foreach=True unless set otherwise, as on CUDA.
+    They are measured on PyTorch's own optimizer of class `kind`, with foreach=True unless set otherwise, as on
+    CUDA.
     """
     chosen = dict(settings)
     if chosen.get("foreach") is None and not chosen.get("fused"):

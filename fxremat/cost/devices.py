@@ -1,11 +1,10 @@
-"""Devices for which costs can be estimated: the figures that their makers state, and where they state them.
+"""Descriptions of devices for which costs can be estimated, with the source of each figure.
 
-Rates are dense: a figure that a data sheet gives with sparsity is halved here. `flops` are the matrix products of
-float32 tensors without TF32, PyTorch's default; float32 convolutions on NVIDIA devices use TF32 by default
-(`tf32_flops`). A product in half precision adds in float32.
-
-`memory` is the total that the driver reports (nvidia-smi, rocm-smi), not the data sheet's gigabytes: memory chips come
-in binary sizes, so that an "80 GB" H100 has 81,559 MiB, which is 85.5 * 10^9 bytes.
+Rates are dense: a figure that a data sheet gives with sparsity is halved here. `flops` is the rate of matrix
+products of float32 tensors without TF32, PyTorch's default; float32 convolutions on NVIDIA devices use TF32 by
+default (`tf32_flops`). Products in half precision are those that accumulate in float32. `memory` is the total
+that the driver reports (nvidia-smi, rocm-smi), not the data sheet's gigabytes: an "80 GB" H100 has 81,559 MiB,
+which is 85.5 * 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 PCIE_3, PCIE_4, PCIE_5 = 12e9, 24e9, 50e9
-"""Bytes per second that copies of pinned memory reach one way over 16 lanes of PCIe, of 15.8, 31.5 and 63.0e9."""
+"""Bytes per second that copies of pinned memory reach in one direction over 16 lanes of PCIe 3, 4 and 5.
+
+The nominal rates are 15.8, 31.5 and 63.0e9.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,39 +32,44 @@ class Device:
     """A description of a device: the data sheet's rates, and the memory that its driver reports."""
 
     name: str
-    flops: float  # a second, fp32 matrix products
-    half_flops: float  # a second, fp16 and bf16 matrix products, dense
-    bandwidth: float  # bytes a second, device memory
-    launch: float = 5e-6  # seconds of overhead of any op
-    link: float = PCIE_3  # bytes a second to the host, and as many from it at the same time
-    network: float | None = None  # bytes a second to other devices, and as many from them; None: as `link`
-    latency: float = 20e-6  # seconds of overhead of any collective
-    tf32_flops: float | None = None  # a second, fp32 convolutions, dense; None: as many as `flops`
-    bf16_flops: float | None = None  # a second, bf16 matrix products; None: as many as `half_flops`
+    flops: float  # fp32 matrix products: operations per second
+    half_flops: float  # dense fp16 and bf16 matrix products: operations per second
+    bandwidth: float  # device memory: bytes per second
+    launch: float = 5e-6  # seconds of overhead of each op
+    link: float = PCIE_3  # bytes per second of copies to the host, and at the same time of copies from the host
+    # bytes per second to other devices, and at the same time from other devices; None: as `link`
+    network: float | None = None
+    latency: float = 20e-6  # seconds of overhead of each collective
+    tf32_flops: float | None = None  # dense fp32 convolutions: operations per second; None: as `flops`
+    bf16_flops: float | None = None  # bf16 matrix products: operations per second; None: as `half_flops`
     memory: int | None = None  # bytes; None: not stated
-    cuda: bool = True  # runs CUDA's kernels (or ROCm's of the same names), and allocates in blocks as CUDA does
-    flash: bool = True  # has flash attention, for half precision; False: memory-efficient attention
-    cudnn_attention: int | None = None  # PyTorch prefers cuDNN's attention, before 2.14 up to this head width
-    source: str = ""  # where these numbers are stated
+    # True if the device runs CUDA's kernels (or ROCm's of the same names) and PyTorch allocates in blocks as on
+    # CUDA
+    cuda: bool = True
+    flash: bool = True  # True: half precision uses flash attention; False: memory-efficient attention
+    # largest head dimension for which PyTorch before 2.14 prefers cuDNN's attention (later releases: any);
+    # None: never
+    cudnn_attention: int | None = None
+    source: str = ""  # data sheet or web page that states these numbers
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def torch_device(self) -> torch.device:
-        """A PyTorch device of this kind."""
-        import torch  # only here: `fxremat devices` lists without torch
+        """A PyTorch device of the same type, "cuda" or "cpu"."""
+        import torch  # imported here so that `fxremat devices` works without torch
 
         return torch.device("cuda" if self.cuda else "cpu")
 
     @classmethod
     def like(cls, device: torch.device) -> Device:
-        """Return the description that is used for a PyTorch device whose numbers are not known."""
+        """Return the description that stands for a PyTorch device whose figures are not known."""
         return cls.named("cpu" if device.type == "cpu" else "cuda")
 
     @classmethod
     def named(cls, name: str | Device) -> Device:
-        """Return a known device by name, or a description unchanged.
+        """Return a known device by name; a `Device` is returned unchanged.
 
         Case, spaces, dashes and the maker's name do not matter. Raises `FxrematError` for an unknown name.
 
@@ -100,7 +107,7 @@ _A100 = Device(
     half_flops=312e12,
     bandwidth=2.039e12,
     link=PCIE_4,
-    network=300e9,  # NVLink, half of what is stated for both directions together; so for all devices below
+    network=300e9,  # NVLink in one direction: half of the stated figure, as for all devices below
     memory=_mib(81920),
     source="NVIDIA A100 Tensor Core GPU data sheet, A100 80GB SXM",
 )
@@ -292,7 +299,7 @@ _ROWS = (
 )
 
 DEVICES = {device.name: device for device in _ROWS}
-"""The known devices by name. "A100" is the one of 80 GB; "H100" and "H200" are the SXM modules."""
+"""The known devices by name. "A100" is the 80 GB model; "H100" and "H200" are the SXM modules."""
 
 
 def listed() -> str:

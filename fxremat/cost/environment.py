@@ -1,8 +1,8 @@
-"""All that determines how long an op runs and what workspace it needs, apart from the op itself.
+"""The environment of a measurement: all that an op's time and workspace depend on, apart from the op itself.
 
-A cost measured in one environment says nothing about another: with oneDNN off a convolution needs other workspaces,
-with cudnn.benchmark on it uses another algorithm, with fewer threads it is slower. So each environment has its own
-costs.
+A cost measured in one environment is not valid in another: with oneDNN off a convolution needs other
+workspaces, with cudnn.benchmark on it uses another algorithm, with fewer threads it is slower. So each
+environment has its own costs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from fxremat.device import device_name, kind_of
 from fxremat.torch_private import nnpack_enabled
 
-MEASURING = 2  # version of how fxremat measures: to be raised when `measure`, `calibrate` or the key of an op changes
+MEASURING = 2  # version of the measuring method; increase it when `measure`, `calibrate` or the keys of ops change
 
-VARIABLES = (  # environment variables that libraries read when they choose a kernel or its workspace
+VARIABLES = (  # environment variables by which libraries choose kernels and workspaces
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"),
     *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING"),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
@@ -37,7 +37,7 @@ Settings = dict[str, Any]
 
 
 def environment(device: torch.device) -> Settings:
-    """Return all that costs on a device depend on, apart from the ops, in a form that JSON can represent."""
+    """Return all that costs on a device depend on, apart from the ops, as values that JSON can represent."""
     found = {"measuring": MEASURING, "device": device_name(device)} | software() | switches()
     if kind_of(device).of_cuda:
         found |= cuda_switches() | cuda_hardware(device)
@@ -45,14 +45,14 @@ def environment(device: torch.device) -> Settings:
 
 
 def name_of(found: Mapping[str, Any]) -> str:
-    """Return a file name for an environment, the same for equal ones, which begins with device, torch and threads."""
+    """Return a file name for an environment, equal for equal ones; it begins with device, torch version and threads."""
     text = f"{found['device']}-torch{found['torch']}-{found['threads']}threads"
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9.+-]+', '_', text)}-{digest[:16]}"
 
 
 def software() -> Settings:
-    """Return torch's version, the CPU's capability, and the environment variables that libraries read."""
+    """Return torch's version, the CPU's capability, and the environment variables by which libraries choose kernels."""
     return {
         "torch": str(torch.__version__),
         "git": torch.version.git_version,
@@ -88,7 +88,8 @@ def switches() -> Settings:
 def _first_set(*levels: Any) -> str:
     """Return the float32 precision in force: the first of these levels that is not "none"; if all are, "ieee".
 
-    `torch.set_float32_matmul_precision("highest")`, the default, changes "none" to "ieee", which means the same.
+    `torch.set_float32_matmul_precision("highest")`, the default, changes "none" to "ieee", which means the
+    same.
     """
     return next((level.fp32_precision for level in levels if level.fp32_precision != "none"), "ieee")
 
@@ -135,20 +136,21 @@ def cuda_hardware(device: torch.device) -> Settings:
         "driver": driver_version(),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "cudnn version": _read(torch.backends.cudnn.version),  # raises if torch was built for another version
+        # reading the cuDNN version raises if torch was built for another one
+        "cudnn version": _read(torch.backends.cudnn.version),
         "allocator": torch.cuda.get_allocator_backend(),
     }
 
 
 def driver_version() -> str:
-    """Return the NVIDIA driver's version line; "" if the system does not show it."""
+    """Return the line of text that states the NVIDIA driver's version; "" if the system does not have it."""
     with contextlib.suppress(OSError):
         return DRIVER.read_text(errors="replace").partition("\n")[0]
     return ""
 
 
 def flushes_denormals() -> bool:
-    """Tell whether this thread's arithmetic treats denormal numbers as 0, which torch can set but not read."""
+    """Tell whether arithmetic in this thread treats denormal numbers as 0, which torch can set but not report."""
     least = sys.float_info.min
     return least * 0.5 == 0.0
 

@@ -1,13 +1,16 @@
-"""Costs of ops without running them: their flops and bytes over what a device reaches of each.
+"""Estimated costs of ops, from their flops and bytes and the rates of a device (the roofline model).
 
     seconds(op) = launch + max(flops / reached flops of the dtype, bytes read and written / reached bandwidth)
 
-The roofline model. Flops are those of torch's own formulas (`torch.utils.flop_counter`); an op without a formula is
-bound by memory. Batch normalization in training reads its input twice, first for the statistics. Views cost nothing. A
-collective costs a latency, and the bytes that each rank sends over the bandwidth between ranks. Workspaces are known
-for few ops: copies made by linear algebra and Fourier transforms; a CPU's convolutions, which copy inputs and outputs
-into a layout of their own; the two halves of a CPU's BatchNorm; and CUDA's flash attention, whose backward adds up in
-float32. For other ops they count as 0. Sizes are rounded up as the device's allocator rounds them.
+Flops are those of torch's own formulas (`torch.utils.flop_counter`); an op without a formula is assumed to be
+limited by memory bandwidth. Batch normalization in training reads its input twice, first for the statistics.
+Views cost nothing. A collective costs a latency, plus the bytes that each rank sends over the bandwidth between
+ranks.
+
+Workspaces are known for few ops: copies made by linear algebra and Fourier transforms; a CPU's convolutions,
+which copy inputs and outputs into a layout of their own; statistics and normalization of a CPU's BatchNorm; and
+CUDA's flash attention, whose backward accumulates in float32. Those of other ops count as 0. Sizes are rounded
+as the device's allocator rounds them.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from fxremat.step.costs import Costs, OpCost
 from fxremat.step.step_graph import Op
 from fxremat.torch_private import group_named
 
-REACHED = 0.6  # share of its peak flops that a device reaches on large matrix products
-STREAMED = 0.8  # share of its peak bandwidth that a device reaches on long arrays
+REACHED = 0.6  # fraction of its peak flops that a device reaches in large matrix products
+STREAMED = 0.8  # fraction of its peak bandwidth that a device reaches on long arrays
 TWICE = (  # ops that read their input twice
     torch.ops.aten.native_batch_norm,
     torch.ops.aten._native_batch_norm_legit,
@@ -42,19 +45,20 @@ TWICE = (  # ops that read their input twice
 )
 COPYING = ("linalg_", "_linalg_", "lu_", "cholesky", "triangular_solve", "_fft_", "ormqr", "orgqr", "geqrf")
 """Prefixes of the names of ops whose workspace is at most one copy of all that they read and write."""
-MATRIX_EXP = 12  # copies of its input that a matrix exponential allocates
-CHANNEL_BLOCK = 16  # a CPU's convolutions pad channels to multiples of this
-WRAPPED = 16  # bytes that a CPU's kernels allocate for a number that they read as a tensor (a factor, a count)
-SMALL = 1024  # bytes of pivots, flags and scalars that linear algebra allocates besides copies
-CPU_ATTENTION = {  # a CPU's attention kernel -> the one for which torch has a formula of flops
+MATRIX_EXP = 12  # a matrix exponential allocates this many copies of its input
+CHANNEL_BLOCK = 16  # CPU convolutions pad the number of channels to a multiple of this
+WRAPPED = 16  # bytes that CPU kernels allocate for a scalar operand, which becomes a tensor
+SMALL = 1024  # bytes that linear algebra allocates for pivots, flags and scalars, besides copies
+CPU_ATTENTION = {  # CPU attention kernel -> the kernel for which torch has a formula for flops
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
-FLASH_BACKWARD = (  # backward ops with the workspace of flash attention
+FLASH_BACKWARD = (  # backward ops that allocate the workspace of flash attention
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
-    torch.ops.aten._scaled_dot_product_cudnn_attention_backward,  # not documented: assumed to need as much
+    # not documented; its workspace is assumed to be that of flash attention
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
 )
 ATTENTION = {  # names of CUDA's attention kernels
     torch.ops.aten._scaled_dot_product_cudnn_attention: "cuDNN's attention",
@@ -74,7 +78,7 @@ def estimate(joint: Captured, device: Device, fresh: frozenset[int] = frozenset(
 
 
 def assumptions(joint: Captured, device: Device) -> str:
-    """Return in words what an estimate for a CUDA device assumes if the step was captured on a CPU; else ""."""
+    """Say in words what an estimate for a CUDA device assumes if the step was captured on a CPU; else return ""."""
     if not device.cuda or device_of(joint).type != "cpu":
         return ""
     found = dict.fromkeys(ATTENTION[packet] for node in joint.nodes if (packet := _packet(node)) in ATTENTION)
@@ -86,8 +90,8 @@ def cost_of(op: Op, joint: Captured, device: Device, *, safe: bool = False) -> O
     """Return the estimated cost of one op.
 
     Args:
-        safe: assume a workspace as large as all that the op reads and writes, so that the budget holds. For an op that
-            could not be measured in a step whose other ops were.
+        safe: assume a workspace as large as all that the op reads and writes, to be sure that the budget holds. Used
+            for an op that could not be measured, in a step whose other ops were.
     """
     node = joint.nodes[op.index]
     if isinstance(node.target, Sliced):
@@ -109,7 +113,7 @@ def _seconds_of(node: fx.Node, device: Device, read: int, written: int) -> float
 
 
 def _cost_of_slices(target: Sliced, device: Device) -> OpCost:
-    """Return the cost of a region in slices: the seconds of all slices together, and the workspace of one."""
+    """Return the cost of a group of ops that runs in slices: the seconds of all slices, and the workspace of one."""
     seconds, largest = 0.0, 0
     for node in target.nodes():
         read, written = sum(_bytes(parent) for parent in node.all_input_nodes), _bytes(node)
@@ -119,9 +123,9 @@ def _cost_of_slices(target: Sliced, device: Device) -> OpCost:
 
 
 def _sent(node: fx.Node, read: int, written: int) -> float:
-    """Return the bytes that each rank sends in a collective, by the best algorithms: all but its own share.
+    """Return the bytes that each rank sends in a collective with the best algorithm: all data but its own part.
 
-    An all-reduce counts twice: it is a reduce-scatter and an all-gather.
+    An all-reduce counts twice, since it is a reduce-scatter and an all-gather.
     """
     ranks = max((group.size() for name in groups_of(node) if (group := group_named(name))), default=2)
     rounds = 2 if "all_reduce" in str(node.target) else 1
@@ -129,7 +133,7 @@ def _sent(node: fx.Node, read: int, written: int) -> float:
 
 
 def _rate(node: fx.Node, device: Device) -> float:
-    """Return the device's peak flops for the type that the op computes in."""
+    """Return the device's peak operations per second for the dtype that the op computes in."""
     types = {tensor.dtype for tensor in tensors_of(node) if tensor is not None}
     if torch.bfloat16 in types and device.bf16_flops is not None:
         return device.bf16_flops
@@ -144,15 +148,17 @@ def _workspace(node: fx.Node, device: Device, read: int, written: int) -> int:
         return MATRIX_EXP * read + SMALL
     if name.startswith(COPYING):
         return read + written + SMALL
-    if name.startswith("_embedding_bag") and "backward" in name:  # the op gathers the bags that are not empty
+    # workspace: copies of the bags that are not empty, assumed to be all
+    if name.startswith("_embedding_bag") and "backward" in name:
         return 3 * _bytes(cast(fx.Node, node.args[0])) + read + SMALL
     if device.cuda:
         return _flash_workspace(node) if _packet(node) in FLASH_BACKWARD else 0
-    if name == "batch_statistics" and node.args[5]:  # BatchNorm's output, running statistics, scale and shift
+    # workspace: the output of the BatchNorm, running statistics, scale and shift
+    if name == "batch_statistics" and node.args[5]:
         return _bytes(cast(fx.Node, node.args[0])) + 6 * _channel_bytes(node)
-    if name == "batch_normalized":  # its copies: the factor, a variance of one, scale and shift
+    if name == "batch_normalized":  # workspace: four vectors (the factor, a variance of one, scale and shift)
         return 4 * _channel_bytes(cast(fx.Node, node.args[3]))
-    if name in ("native_dropout", "native_dropout_backward"):  # the mask converted to floats
+    if name in ("native_dropout", "native_dropout_backward"):  # workspace: a copy of the mask as floats
         return _bytes(cast(fx.Node, node.args[0])) + WRAPPED
     if name not in ("convolution", "convolution_backward"):
         return WRAPPED
@@ -160,17 +166,17 @@ def _workspace(node: fx.Node, device: Device, read: int, written: int) -> int:
 
 
 def _channel_bytes(statistics: fx.Node) -> int:
-    """Return the bytes of one statistic for each channel, as the first output of a `batch_statistics` node has them."""
+    """Return the bytes of one statistic of all channels, from the first output of a `batch_statistics` node."""
     first = tensors_of(statistics)[0]
     return 0 if first is None else first.numel() * first.element_size()
 
 
 def _flash_workspace(node: fx.Node) -> int:
-    """Return the bytes that the backward of CUDA's flash attention allocates: float32 sums for the query's gradient.
+    """Return the bytes that the backward of CUDA's flash attention allocates for float32 sums of the query's gradient.
 
-    One number a row is added. Sizes are rounded up to tiles of 128 rows and 32 columns. Where several heads share keys,
-    each head has its own gradients of keys and values, which are added up afterwards. See `mha_bwd` in
-    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+    Each row has one more number. Sizes are rounded up to tiles of 128 rows and 32 columns. If several heads
+    share keys, each head has its own gradients of keys and values, which are added up afterwards. See `mha_bwd`
+    in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
     """
     query, key = (cast(torch.Tensor, cast(fx.Node, argument).meta["val"]) for argument in node.args[1:3])
     batch, heads, length, width = query.shape
@@ -184,16 +190,17 @@ def _rounded(size: int, step: int) -> int:
 
 
 def _outputs(node: fx.Node) -> tuple[int, ...]:
-    """Return the bytes of the outputs' storages where these are larger than the outputs; () where they are not.
+    """Return the bytes of the outputs' storages, if these are known to be larger than the outputs; else ().
 
-    That is known of `aten.copy` into a view (functionalized from `y[0] = x`): it clones the storage behind the view.
+    That is so for `aten.copy` into a view (functionalized from `y[0] = x`), which clones the storage behind the
+    view.
     """
     target = node.args[0] if node.target is torch.ops.aten.copy.default else None
     return (storage_bytes(target.meta["val"]),) if isinstance(target, fx.Node) else ()
 
 
 def _blocked(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor in the layout of a CPU's convolutions: channels padded to blocks of 16."""
+    """Return the bytes of a tensor in the layout of CPU convolutions, which pads channels to blocks of 16."""
     size = tensor.numel() * tensor.element_size()
     channels = tensor.shape[1] if tensor.dim() > 1 else 0
     return size // channels * (-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK) if channels else size
@@ -208,7 +215,7 @@ def _packet(node: fx.Node) -> Any:
 
 
 def flops_of(node: fx.Node) -> float:
-    """Return how many floating-point operations one op takes; 0 if torch has no formula for it."""
+    """Return the number of floating-point operations of an op; 0 if torch has no formula for it."""
     packet = _packet(node)
     formula: Callable[..., Any] | None = flop_registry.get(CPU_ATTENTION.get(packet, packet))
     if formula is None:

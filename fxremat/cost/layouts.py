@@ -1,8 +1,8 @@
-"""The memory layouts that results of ops really have, as seen when the ops run to be measured.
+"""Memory layouts of ops' real results, compared with those of fake tensors while ops run to be measured.
 
-The strides of fake tensors are not always those of the kernels' results. That matters if the traced step contains a
-view that the real result does not allow: then the step has to be traced again, with the observed layouts
-(`runtime.real_layouts`).
+The strides of fake tensors are not always those of the kernels' results. That matters if the traced step
+contains a view that the real result does not allow: then the step has to be traced again with the observed
+layouts (`runtime.real_layouts`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import fx
 from fxremat.errors import CaptureError
 
 Strides = tuple[tuple[Any, ...] | None, ...]
-"""The strides of each output of an op; None for an output that is no strided tensor."""
+"""The strides of each output of an op; None for an output that is not a strided tensor."""
 
 
 class LayoutsDiffer(CaptureError):
-    """A traced step contains views that real results do not allow.
+    """Raised for a traced step that contains views which the layouts of real results do not allow.
 
     Most such steps are traced again, so that the user does not see this error.
 
     Attributes:
-        observed: the real strides of outputs, by `key_of`, of ops where fake tensors show others.
+        observed: key of a call (see `key_of`) -> strides of its real outputs, where fake ones have other strides.
         ops: the names of those ops.
     """
 
@@ -39,7 +39,7 @@ class LayoutsDiffer(CaptureError):
 
 
 def key_of(op: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return a key of a call: op, constants, and layouts of its tensors, which decide the layouts of its results."""
+    """Return a key of a call that determines the layouts of its results: op, constants, and layouts of its tensors."""
     return f"{op}({', '.join(map(_described, (*args, *kwargs.items())))})"
 
 
@@ -57,7 +57,8 @@ def _strides(value: Any) -> tuple[Any, ...] | None:
 
 
 def otherwise_than_shown(node: fx.Node, result: Any) -> Strides | None:
-    """Return the strides of an op's real outputs; None if its node's fake outputs have them too, or other shapes."""
+    """Return the strides of an op's real outputs; None if the fake outputs of its node have the same, or other shapes.
+    """
     shown, real = _listed(node.meta.get("val")), _listed(result)
     if len(shown) != len(real) or any(_shape(one) != _shape(other) for one, other in zip(shown, real, strict=True)):
         return None
@@ -77,6 +78,6 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _same_order(shown: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """Tell whether a fake tensor has these strides, apart from dimensions of size 1, where strides mean nothing."""
+    """Tell whether a fake tensor has these strides, ignoring dimensions of size 1, where strides have no meaning."""
     sizes = zip(shown.shape, shown.stride(), strides, strict=True)
     return shown.numel() == 0 or all(one == other for size, one, other in sizes if size != 1)

@@ -1,4 +1,4 @@
-"""The speed at which a host tier copies, measured with tensors of the model's own sizes and cached with the costs."""
+"""The speed of copies to and from the host, measured with tensors of typical size and cached with the costs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fxremat.host.tier import HostTier
 from fxremat.step.costs import Link
 from fxremat.step.step_graph import Origin
 
-RUNS = 3  # copies in each direction, of which the fastest counts
-MOST_BYTES = 1 << 26  # the largest tensor that is copied to find a speed
+RUNS = 3  # copies are timed this many times in each direction, and the fastest counts
+MOST_BYTES = 1 << 26  # largest tensor that is copied to measure a speed
 
 
 def typical_size(joint: Captured) -> int:
-    """Return a typical size of a copy in bytes: half of the bytes that the backward reads are in smaller values.
+    """Return a typical size of a value to copy: half of the bytes that the backward reads are in smaller values.
 
     Only values that the forward computes count; the result is at most `MOST_BYTES`.
     """
@@ -35,7 +35,7 @@ def typical_size(joint: Captured) -> int:
 
 
 def measure_link(tier: HostTier, device: torch.device, size: int) -> Link:
-    """Return the speeds of copies to the host and back: cached, or measured with a tensor of about `size` bytes."""
+    """Return the speeds of copies to the host and back, cached or measured with a tensor of about `size` bytes."""
     size = 1 << (size - 1).bit_length()
     cache = CostCache.of_device(device)
     key = f"link {tier.description} {size}"

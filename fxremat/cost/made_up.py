@@ -1,7 +1,7 @@
-"""Made-up data in the layout of fake tensors, on which ops run to be measured where there are no real inputs.
+"""Made-up data in the layout of fake tensors, for measuring ops without real inputs.
 
-The numbers are harmless: floating-point values are neither zero nor denormal; integers are valid indices for the op
-that reads them where it is known how large they may be, else zero.
+Floating-point values are neither zero nor denormal. Integers are valid indices for the op that reads them if
+their limit is known, else zero.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fxremat.graphs.overwriting import called
 
 aten = torch.ops.aten
 
-PATTERN = 1 << 14  # numbers that are drawn; after these they repeat
+PATTERN = 1 << 14  # number of random values; larger tensors repeat them
 
 
 @dataclass(frozen=True)
 class Call:
-    """An op with its real arguments."""
+    """An op's function with its real arguments."""
 
     target: Any
     args: tuple[Any, ...]
@@ -35,10 +35,10 @@ class Call:
 
 
 def call_of(node: fx.Node, *, fresh: bool = False) -> Call:
-    """Return a call of a node's op on made-up tensors in the layouts that the node reads.
+    """Return a call of a node's op on made-up tensors in the layouts of the node's inputs.
 
     Args:
-        fresh: let the op allocate a new result where it might overwrite an operand.
+        fresh: True: the call allocates a new result although it might overwrite an operand.
     """
     made: dict[fx.Node, Any] = {}
 
@@ -52,7 +52,9 @@ def call_of(node: fx.Node, *, fresh: bool = False) -> Call:
 
 
 def value_like(node: fx.Node, index_limit: int = 1) -> Any:
-    """Return made-up data for a node's value: a tensor, a tuple of tensors, or a number; what a `get_attr` names as is.
+    """Return made-up data for a node's value: a tensor, a tuple of tensors, or a number.
+
+    For a `get_attr` node the real object is returned.
 
     Args:
         index_limit: integers are drawn below it.
@@ -85,7 +87,7 @@ def tensor_like(tensor: torch.Tensor, index_limit: int = 1) -> torch.Tensor:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Return how many elements the storage needs: up to the last that the tensor shows, the offset included."""
+    """Return the number of elements from the storage's start to the last element of the tensor."""
     if tensor.numel() == 0:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -106,7 +108,7 @@ def weights_like(node: fx.Node) -> Any:
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1 and value.numel():
         storage = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
         inner = max(1, value.numel() // value.shape[0])
-        storage.sub_(0.35).mul_((48 / inner) ** 0.5)  # values of 0.1 to 0.6 get mean 0, variance 1 / inner
+        storage.sub_(0.35).mul_((48 / inner) ** 0.5)  # maps values of 0.1 to 0.6 to mean 0 and variance 1 / inner
     return value
 
 

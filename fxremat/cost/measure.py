@@ -1,17 +1,17 @@
 """Seconds and workspace of each distinct op, measured on the step's real values on the model's own device.
 
-    walk      the step runs once, op by op, on the user's own inputs and parameters (`cost.walk`); each op whose cost is
-              not known yet is timed, and its memory metered, when its inputs exist
+    walk      the step runs once, op by op, on the user's own inputs and parameters (`cost.walk`); ops whose cost is
+              not known yet are timed, and their memory is measured, when their inputs exist
     alone     ops that the walk could not reach (fake inputs; an op that fails) are run on made-up data
     estimate  ops that cannot run at all are estimated, with a generous workspace and one warning
 
-Ops with equal keys (op, constants, shapes, strides, dtypes) are measured once on a machine: see `cost.cache`. Time is
-the median of a few runs after a warm-up. The workspace is the allocator's peak inside the op beyond the storages that
-it leaves, from the allocator's own events.
+Ops with equal keys (op, constants, shapes, strides, dtypes) are measured once on a machine: see `cost.cache`.
+Time is the median of a few runs after a warm-up. The workspace is the allocator's peak during the op beyond the
+storages that it leaves, from the allocator's own events.
 
-The walk also sees the real layouts. A backward op that may overwrite its operand (`passes.in_place`) has to allocate a
-new result ("fresh", `Costs.fresh`) if the layouts of operand and result differ; and if a traced view is impossible, the
-step has to be traced again (`LayoutsDiffer`). The joint graph is read, and never changed.
+The walk also finds the real layouts. A backward op that may overwrite its operand (`passes.in_place`) has to
+allocate a new result ("fresh", `Costs.fresh`) if the layouts of operand and result differ; and if a traced view
+is impossible, the step has to be traced again (`LayoutsDiffer`). The joint graph is never changed.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ log = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.04  # an op runs repeatedly for this long, at least LEAST_RUNS and at most MOST_RUNS times
 LEAST_RUNS, MOST_RUNS = 3, 15
-RISE_SECONDS = 0.5  # work of this length raises the clocks of an idle GPU
-UNBOUNDED = 1 << 50  # bytes counted for a region that could not be measured: no program with it fits
+RISE_SECONDS = 0.5  # this many seconds of work raise the clock rate of an idle GPU
+# bytes assumed for a compiled region that could not be measured, so that no plan with it fits any budget
+UNBOUNDED = 1 << 50
 
 
 def measure(
@@ -69,14 +70,14 @@ def measure(
     order: Callable[[], Sequence[int]] | None = None,
     ranks: Agreement = ALONE,
 ) -> Costs:
-    """Return the costs of the ops of a joint graph, each distinct one measured once, or read from the cache.
+    """Return the costs of the ops of a joint graph; each distinct op is measured once, or read from the cache.
 
     Takes a few seconds for a GPT of 12 layers, almost none from the cache.
 
     Args:
         inputs: the arguments of the captured graph, in order.
         order: returns the ops to run, in an order in which the step fits into memory; None: each once, as captured.
-        ranks: the ranks that measure the same graph. An op whose cost one of them does not know is measured by all; its
+        ranks: the ranks that measure the same graph. An op that one of them has not measured is measured by all; its
             seconds and bytes are the largest over the ranks.
 
     Raises:
@@ -132,9 +133,10 @@ def known_costs(joint: Captured, rate: float = 1.0) -> Costs:
 
 
 def fresh_as_known(joint: Captured) -> frozenset[int]:
-    """Return the ops that might overwrite an operand and must not, since layouts differ or were not compared yet.
+    """Return the ops that must not overwrite an operand, since real layouts differ or were not compared yet.
 
-    An earlier measurement has compared them; without one, all ops that might overwrite are returned. Nothing is run.
+    An earlier measurement has compared them; without one, all ops that might overwrite are returned. Nothing is
+    run.
     """
     refused = _refused(CostCache.of_device(device_of(joint)), f"layouts {_digest(joint)}")
     return _overwriting(joint, range(len(joint.ops)) if refused is None else refused)
@@ -144,18 +146,19 @@ def _refused(cache: CostCache, layouts: str) -> list[int] | None:
     """Return the ops that an earlier walk found to need a new result; None if there was no such walk.
 
     Args:
-        layouts: the key of its result in the cache.
+        layouts: the cache key of that result.
     """
     numbers = cache.numbers(layouts)
     return None if numbers is None else [int(number) - 1 for number in numbers[1:]]
 
 
 def _keep_refused(cache: CostCache, layouts: str, refused: Iterable[int]) -> None:
-    cache.keep(layouts, [1.0, *(float(index + 1) for index in sorted(refused))])  # numbers must be above 0
+    # one is added since stored numbers must be above 0
+    cache.keep(layouts, [1.0, *(float(index + 1) for index in sorted(refused))])
 
 
 def _missing(joint: Captured, cache: CostCache, fresh: Set[int]) -> list[int]:
-    """Return the ops to measure: for each key whose cost is not known the first op that has it.
+    """Return the ops to measure: for each key with unknown cost, the first op that has this key.
 
     Collectives are measured in every process, since all their ranks have to take part.
     """
@@ -166,7 +169,7 @@ def _missing(joint: Captured, cache: CostCache, fresh: Set[int]) -> list[int]:
     return list(first.values())
 
 
-_measured_here: set[str] = set()  # keys of collectives that this process has measured, together with the other ranks
+_measured_here: set[str] = set()  # keys of collectives that this process has measured together with the other ranks
 
 
 def _is_unknown(op: Op, key: str, cache: CostCache) -> bool:
@@ -174,7 +177,7 @@ def _is_unknown(op: Op, key: str, cache: CostCache) -> bool:
 
 
 def _of_all(ranks: Agreement, ops: Sequence[int]) -> list[int]:
-    """Return the numbers of ops that any rank has named."""
+    """Return the union of the ops (by number) that the ranks pass."""
     return sorted(set().union(*map(set, ranks.gathered(list(ops), "comparing what is to be measured"))))
 
 
@@ -184,7 +187,7 @@ def _overwriting(joint: Captured, ops: Iterable[int]) -> frozenset[int]:
 
 
 def _agreed(ranks: Agreement, costs: Sequence[OpCost | None]) -> list[OpCost | None]:
-    """Return for each op the largest seconds and bytes over all ranks; None for an op unknown to one of them."""
+    """Return for each op the largest seconds and bytes over all ranks; None if one of them has no cost for it."""
     if len(ranks.ranks) == 1:
         return list(costs)
     rows = ranks.gathered(list(costs), "comparing costs")
@@ -200,7 +203,8 @@ def _slowest(mine: OpCost | None, others: Sequence[OpCost | None]) -> OpCost | N
 
 
 def _digest(joint: Captured) -> str:
-    """Return a hash of a graph's ops, and of the layouts that they read; equal graphs have equal real layouts."""
+    """Return a hash of a graph's ops and the layouts that they read; graphs with equal hashes have equal real layouts.
+    """
     ops = "\n".join(f"{op.target} {op.reads} {op.key}" for op in joint.ops)
     return hashlib.sha256(ops.encode()).hexdigest()
 
@@ -215,9 +219,9 @@ def _warn_of_estimates(targets: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def quiet_world(device: torch.device) -> Iterator[None]:
-    """Run ops, inside this context, on real tensors without autograd, autocast and fake modes, on this device.
+    """Within this context, run ops on real tensors on this device, without autograd, autocast and fake modes.
 
-    The random generators are restored afterwards.
+    The states of the random generators are restored afterwards.
     """
     kind = kind_of(device)
     with contextlib.ExitStack() as stack:
@@ -246,13 +250,14 @@ def _measure(
 
     Args:
         order: see `measure`.
-        layouts: the key under which the cache keeps the ops that must make new results.
-        missing: ops whose cost is not known, by number.
-        fresh: ops that are known to have to make new results.
+        layouts: the cache key for the list of ops that must allocate new results.
+        missing: numbers of the ops whose cost is not known.
+        fresh: ops that are known to need new results.
 
     Returns:
-        real strides that make a traced view impossible, by `key_of`, with the names of their ops, or {}; and all ops
-        that have to make new results.
+        real strides that make a traced view impossible, as `key_of` a call -> (op's name, strides), or {}; and all
+            ops that
+        have to allocate new results.
     """
     keys = op_keys(joint, fresh)
     wanted = {keys[index]: joint.ops[index] for index in missing}
@@ -277,10 +282,11 @@ def _measure(
 
 
 def raise_clocks(device: torch.device, seconds: float = RISE_SECONDS) -> None:
-    """Multiply matrices for a while on an accelerator, before ops are timed: an idle GPU runs at 1/5 of its clock."""
+    """Multiply matrices on an accelerator for a while before ops are timed: an idle GPU runs at 1/5 of its clock rate.
+    """
     if not (kind := kind_of(device)).accelerator:
         return
-    matrix = torch.ones(1024, 1024, device=device)  # 4 MiB
+    matrix = torch.ones(1024, 1024, device=device)  # 4 MiB each
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         torch.mm(matrix, matrix)
@@ -288,7 +294,7 @@ def raise_clocks(device: torch.device, seconds: float = RISE_SECONDS) -> None:
 
 
 def _check_views(differing: Iterable[Mapping[str, tuple[str, Strides]]]) -> None:
-    """Raise `LayoutsDiffer` if the walk of any rank met a view that a real layout does not allow."""
+    """Raise `LayoutsDiffer` if the walk of any rank found a view that a real layout does not allow."""
     found = {key: seen for of_rank in differing for key, seen in of_rank.items()}
     if found:
         names = dict.fromkeys(name for name, _ in found.values())
@@ -296,16 +302,16 @@ def _check_views(differing: Iterable[Mapping[str, tuple[str, Strides]]]) -> None
 
 
 def _walked(visitor: _Visitor, *, alone: bool) -> bool:
-    """Walk the step; return False if an op raised, so that the walk ended early.
+    """Run the walk through the step; return False if an op raised, so that it ended early.
 
     Args:
-        alone: False: raise instead, since other ranks would wait.
+        alone: False: raise the error instead, since other ranks would wait forever.
     """
     try:
         visitor.walk.run(visitor)
     except FxrematError:
         raise
-    except Exception as error:  # the op measured alone, or the real step, reports the error better
+    except Exception as error:  # the error is reported better when the op is measured alone, or in training
         log.debug("measuring walk ended early: %s: %s", type(error).__name__, error)
         if not alone:
             raise
@@ -314,7 +320,7 @@ def _walked(visitor: _Visitor, *, alone: bool) -> bool:
 
 
 class _Visitor:
-    """The function that a walk calls for each op: it runs and, if wanted, measures the op, and compares layouts."""
+    """Called for each op while a step runs op by op: it runs the op, measures it, and compares layouts."""
 
     def __init__(
         self,
@@ -329,10 +335,11 @@ class _Visitor:
     ) -> None:
         self.joint, self.walk, self.device, self.cache, self.bar = joint, walk, device, cache, bar
         self.ranks = ranks
-        self.wanted = wanted  # ops to measure, by key; measured ones are removed
-        self.fresh = set(fresh)  # ops that allocate a new result where they might overwrite an operand
-        self.checked: set[int] = set()  # ops whose layouts were compared, and that may overwrite
-        self.differing: dict[str, tuple[str, Strides]] = {}  # name and real strides of ops traced with others
+        self.wanted = wanted  # key -> op, for the ops that are still to be measured
+        self.fresh = set(fresh)  # ops that must allocate a new result although they might overwrite an operand
+        self.checked: set[int] = set()  # ops that may overwrite an operand, after a comparison of layouts
+        # key of a call -> (op's name, real strides), where fake tensors have other strides
+        self.differing: dict[str, tuple[str, Strides]] = {}
 
     def __call__(self, op: Op, call: Call) -> Any:
         if op.communicates:
@@ -360,14 +367,15 @@ class _Visitor:
         return result
 
     def _check_alone(self, op: Op, region: Region, call: Call) -> None:
-        """Let a region run op by op from now on if other values share the storage of an input that it overwrites."""
+        """Make a region run op by op from now on if an input that it overwrites shares its storage with other values.
+        """
         inputs = [node for node in self.joint.nodes[op.index].args if isinstance(node, fx.Node)]
         for place in region.donated:
             if self.walk.shares(call.args[place], besides=self.joint.value_of[inputs[place]]):
                 region.give_up("an input that it may overwrite shares its storage")
 
     def _overwriting(self, op: Op, call: Call) -> Call:
-        """Return a call of the op that overwrites its operand; the call as it is if the op has to make a new result."""
+        """Return a call of the op that overwrites its operand, or the unchanged call if the op needs a new result."""
         if op.index not in self.checked and not self._bears_it(op, call):
             self.fresh.add(op.index)
             return call
@@ -375,7 +383,10 @@ class _Visitor:
         return Call(*overwriting(call.target, self.joint.nodes[op.index].meta[PLACE], call.args, call.kwargs))
 
     def _bears_it(self, op: Op, call: Call) -> bool:
-        """Tell whether an op may overwrite its operand: that is alone on its storage, and laid out as a new result."""
+        """Tell whether an op may overwrite its operand.
+
+        It may if the operand fills a storage that nothing else uses, in the layout of a new result.
+        """
         operand, made = call.args[self.joint.nodes[op.index].meta[PLACE]], call()
         whole = operand.untyped_storage().nbytes() == operand.nbytes
         alike = (operand.shape, operand.stride(), operand.dtype) == (made.shape, made.stride(), made.dtype)
@@ -386,11 +397,12 @@ class _Visitor:
 def measured(node: fx.Node, call: Call, device: torch.device, *, fresh: bool = False) -> tuple[OpCost, Any]:
     """Measure a call; return its cost and its result.
 
-    The call runs five times or more; one that overwrites its operand runs once, and is measured on a copy.
+    The call runs five times or more. A call that overwrites its operand runs once; its cost is measured on a
+    copy.
 
     Args:
         node: the node of the op.
-        fresh: the call allocates a new result where it might overwrite an operand.
+        fresh: the call allocates a new result although it might overwrite an operand.
     """
     fixed = is_collective(node)
     if isinstance(node.target, Region):
@@ -407,10 +419,10 @@ def measured(node: fx.Node, call: Call, device: torch.device, *, fresh: bool = F
 
 
 def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[OpCost, Any]:
-    """Measure a compiled region; return its cost and its result. It is compiled first, if it was not.
+    """Measure a compiled region, compiling it first if necessary; return its cost and its result.
 
-    As in a step, it has the only references to inputs that are not read afterwards, so that it can free them. If it
-    raises, it runs op by op from then on.
+    As in a step, it has the only references to inputs that are not read afterwards, so that it can free them.
+    If it raises, it runs op by op from then on.
     """
     region.compile()
     held: list[Any] = []
@@ -428,29 +440,31 @@ def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[
         region.give_up(f"{type(error).__name__}: {error}")
     hold()
     seconds = seconds_of(run, device, prepare=hold)
-    _note_allocations(hold, device)  # the profiler knows the size of what is freed only if it saw it allocated
+    _note_allocations(hold, device)  # the profiler knows the size of freed memory only if it has seen the allocation
     peak, result = peak_of(run, device)
     return _cost(seconds, peak, result, device, new=False), result
 
 
 def _in_step(call: Call) -> Call:
-    """Return the call to time: for the exact statistics of a BatchNorm, a call that computes nothing else.
+    """Return the call whose time is measured; for the statistics of a BatchNorm, one that computes nothing else.
 
-    Run alone, the exact op would compute the whole BatchNorm, of which a step runs the two halves as one op.
+    By itself the exact op computes the whole BatchNorm, but in a step statistics and normalization run as one
+    op.
     """
     return Call(STATISTICS, (*call.args[:-1], False), {}) if call.target is STATISTICS else call
 
 
 def _copy_of(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the same layout; a copy of an expanded tensor (a stride is 0) has memory for each element."""
+    """Return a copy with the same strides, or, if a stride is 0, one with memory for each element."""
     return x.clone() if 0 in x.stride() else laid_out(x, x.stride())
 
 
 def _on_a_copy(call: Call, device: torch.device, *, fixed: bool) -> tuple[float, int]:
-    """Return the seconds and the peak of a call that overwrites its operand, from runs that overwrite a copy."""
+    """Return the seconds and the peak of a call that overwrites its operand, measured on a copy of the operand."""
     scratch = torch.empty_like(call.args[0]).copy_(call.args[0])
     trial = _on(scratch, call)
-    anew = None if accelerates(device) else partial(scratch.copy_, call.args[0])  # there times do not depend on numbers
+    # on accelerators the numbers do not matter for the time
+    anew = None if accelerates(device) else partial(scratch.copy_, call.args[0])
     seconds = seconds_of(trial, device, prepare=anew, fixed=fixed)
     return seconds, peak_of(trial, device)[0]
 
@@ -464,7 +478,7 @@ def _on(operand: torch.Tensor, call: Call) -> Call:
 def fullest(node: fx.Node, call: Call) -> Call:
     """Return the call with the data for which it allocates most, if its workspace depends on data.
 
-    `EmbeddingBag` in mode max gathers the bags that are not empty: the most that it can need is all of them.
+    `EmbeddingBag` in mode max gathers the bags that are not empty; it allocates most if all of them are not.
     """
     if node.target not in (aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default):
         return call
@@ -478,26 +492,26 @@ def _cost(seconds: float, peak: int, result: Any, device: torch.device, *, new: 
     """Return the cost of a call.
 
     Args:
-        peak: bytes at its worst moment.
-        new: its outputs are new memory: they are in its peak, and do not count as workspace.
+        peak: largest bytes allocated during the call.
+        new: True if its outputs are new memory, which is part of the peak and not workspace.
     """
     outputs = tuple(rounded(size, device) for size in _output_bytes(result))
     return OpCost(seconds, max(0, peak - (sum(outputs) if new else 0)), outputs)
 
 
 def _alone(key: str, node: fx.Node, device: torch.device, cache: CostCache, *, fresh: bool) -> None:
-    """Measure an op on made-up data, and put its cost into the cache; do nothing if it cannot run on such data."""
+    """Measure an op on made-up data and cache its cost; do nothing if it cannot run on such data."""
     cost = alone(node, device, fresh=fresh)
     if cost is not None:
         cache.keep_op(key, cost)
 
 
 def alone(node: fx.Node, device: torch.device, *, timed: bool = True, fresh: bool = False) -> OpCost | None:
-    """Return the cost of an op on made-up data; None if it cannot run on such data. To be called in a `quiet_world`.
+    """Return the cost of an op, run on made-up data within `quiet_world`; None if it cannot run on such data.
 
     Args:
-        timed: measure the time too, in several runs; otherwise the op runs once, and counts 0 seconds.
-        fresh: let it allocate a new result where it might overwrite an operand.
+        timed: True: measure the time too, in several runs; False: run it once, and count 0 seconds.
+        fresh: True: let it allocate a new result although it might overwrite an operand.
     """
     try:
         call = call_of(node, fresh=fresh)
@@ -526,8 +540,8 @@ def seconds_of(
     """Return the seconds of one call on the device.
 
     Args:
-        prepare: called before each run, without counting its time.
-        fixed: run it a fixed number of times, so that all ranks run a collective equally often.
+        prepare: called before each run; its time does not count.
+        fixed: run the call a fixed number of times, so that all ranks run a collective equally often.
     """
     if kind_of(device).can(Ability.TIMING):
         return _seconds_by_events(call, device) if prepare is None else _seconds_beside(call, prepare, device)
@@ -538,7 +552,7 @@ def _cpu_seconds(call: Callable[[], Any], prepare: Callable[[], Any] | None, sam
     """Return the median seconds of a few runs after a warm-up run.
 
     Args:
-        sample: seconds for which it runs repeatedly, within LEAST_RUNS and MOST_RUNS.
+        sample: seconds for which the call is repeated, at least LEAST_RUNS and at most MOST_RUNS times.
     """
     call()
     runs: list[float] = []
@@ -554,7 +568,7 @@ def _cpu_seconds(call: Callable[[], Any], prepare: Callable[[], Any] | None, sam
 
 
 def _seconds_by_events(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of one call among others on a busy stream, where launches overlap as in a step.
+    """Return the average seconds of many calls in a row, whose kernel launches overlap with execution as in a step.
 
     It is the median over LEAST_RUNS batches of MOST_RUNS calls each, timed by events on the stream.
     """
@@ -572,7 +586,7 @@ def _seconds_by_events(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def _seconds_beside(call: Callable[[], Any], prepare: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of `prepare` and a call on a busy stream, less those of `prepare` alone; at least 0.1 us."""
+    """Return the seconds of one call, each preceded by `prepare`, whose own seconds are subtracted; at least 0.1 us."""
 
     def both() -> None:
         prepare()
@@ -584,7 +598,7 @@ def _seconds_beside(call: Callable[[], Any], prepare: Callable[[], Any], device:
 
 
 def _note_allocations(call: Callable[[], Any], device: torch.device) -> None:
-    """Run a call; if the device has a profiler of allocations, under that, so that it knows their sizes later."""
+    """Run a call so that the profiler of allocations, if there is one, learns the sizes of what it allocates."""
     if (kind := kind_of(device)).recorded:
         allocations(call, on_host=not kind.accelerator)
     else:
@@ -592,7 +606,7 @@ def _note_allocations(call: Callable[[], Any], device: torch.device) -> None:
 
 
 def peak_of(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
-    """Run a call; return the bytes at its worst moment, above what was allocated at its start, and its result."""
+    """Run a call; return its peak in bytes above what was allocated at its start, and its result."""
     kind = kind_of(device)
     if not kind.recorded:
         return _peak_by_statistics(call, device)
@@ -601,13 +615,13 @@ def peak_of(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
     result, sizes = allocations(call, on_host=not kind.accelerator)
     peak = max(0, *itertools.accumulate(sizes, initial=0))
     if counted and sum(sizes) != kind.allocated(device) - before:
-        del result  # the profiler has not seen all allocations
+        del result  # the profiler has missed some allocations
         return _peak_by_statistics(call, device)
     return peak, result
 
 
 def _peak_by_statistics(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
-    """Return what `peak_of` returns, from the allocator's own peak, which is reset."""
+    """Return what `peak_of` returns, from the allocator's own peak statistic, which is reset."""
     kind = kind_of(device)
     kind.synchronize(device)
     before = kind.allocated(device)
@@ -618,7 +632,7 @@ def _peak_by_statistics(call: Callable[[], Any], device: torch.device) -> tuple[
 
 
 def _output_bytes(result: Any) -> tuple[int, ...]:
-    """Return the bytes of the storage of each output of an op; 0 for an output that is no tensor."""
+    """Return the bytes of the storage of each output of an op; 0 for an output that is not a tensor."""
     items = result if isinstance(result, tuple | list) else [result]
     return tuple(storage_bytes(item) if isinstance(item, torch.Tensor) else 0 for item in items)
 

@@ -1,6 +1,6 @@
-"""Measurements of entire programs, kept in the cache of op costs, so that equal programs are not run again.
+"""Measurements of entire programs, cached with the costs of ops, so that equal programs are not run again.
 
-Programs are the same if they run the same ops, on values of the same layouts, in the same order.
+Programs are equal if they run the same ops, on values of the same layouts, in the same order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fxremat.step.step_graph import StepGraph
 def remembered(
     what: str, programs: Sequence[Program], count: int, measure: Callable[[], Sequence[float] | None]
 ) -> list[float] | None:
-    """Return numbers measured of some programs, now or in an earlier process; None if they cannot be measured.
+    """Return measured numbers for some programs, from the cache if possible; None if they cannot be measured.
 
     Args:
-        what: what the numbers are, as a part of their key.
+        what: a name of the measurement, as a part of the cache key.
         count: how many numbers there are.
-        measure: returns the numbers, all above 0, if none are cached; None if that fails.
+        measure: called if none are cached; returns the numbers, all above 0, or None if measuring fails.
     """
     device = device_of(programs[0].layout.graph)
     key = f"{what} {' '.join(map(_digest, programs))}"
@@ -48,7 +48,7 @@ def keep(device: torch.device, key: str, numbers: Sequence[float]) -> None:
 
 
 def of_ops(graph: StepGraph) -> str:
-    """Return a hash of a graph, equal for graphs with the same sequence of ops, at the same sizes and layouts."""
+    """Return a hash of a graph, equal for graphs with the same sequence of ops at the same sizes and layouts."""
     return hashlib.sha256("\n".join(op_keys(graph)).encode()).hexdigest()
 
 

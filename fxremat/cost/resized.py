@@ -1,9 +1,9 @@
-"""Costs of a step at other sizes than it was measured at: bytes exactly, seconds in proportion.
+"""Costs of a step at new input sizes, computed from costs measured at other sizes: bytes exactly, seconds roughly.
 
-    values       bytes as the graph shows them at these sizes
-    workspace    measured by one run of the op alone, on made-up data; 0 without a run if the op needed none before and
-                 is not larger now
-    seconds      the measured ones, scaled by the growth of an estimate of the op: they only rank programs
+    values       bytes as the graph states them at the new sizes
+    workspace    measured by one run of the op by itself, on made-up data; 0 without a run if the op had none at the old
+                 sizes and is not larger now
+    seconds      the measured ones, scaled by the ratio of estimates at both sizes: they only rank programs
 
 The process remembers the results of these runs, for each environment (`cost.environment`).
 """
@@ -27,16 +27,17 @@ from fxremat.step.costs import Costs, OpCost
 from fxremat.step.step_graph import Op
 from fxremat.torch_private import unprofiled
 
-FEW = 256  # bytes of workspace that do not grow with the sizes: a number, a flag
-AT_MOST = 10_000  # ops whose runs are remembered
-_took: dict[tuple[str, str], OpCost] = {}  # bytes that an op takes, by environment and key of the op
+FEW = 256  # bytes; a smaller workspace is a number or a flag, and does not grow with the sizes
+AT_MOST = 10_000  # number of ops whose runs are remembered
+# (environment, key of the op) -> measured cost, of which only the bytes are used
+_took: dict[tuple[str, str], OpCost] = {}
 _estimated: WeakKeyDictionary[Captured, Sequence[OpCost]] = WeakKeyDictionary()
 
 
 def resized(joint: Captured, known: Captured, costs: Costs) -> Costs:
-    """Return the costs of a joint graph, computed from the costs of `known`, which has the same ops at other sizes.
+    """Return the costs of a joint graph, computed from `costs` of the graph `known` with the same ops at other sizes.
 
-    O(ops); ops that are larger than in `known`, or need a workspace, run once each.
+    O(ops); ops that are larger than in `known`, or need a workspace, are run once each.
     """
     device = device_of(joint)
     rough = Device.like(device)
@@ -64,7 +65,7 @@ def _estimates(joint: Captured, device: Device) -> Sequence[OpCost]:
 
 
 def _workspace(op: Op, costs: Costs) -> int:
-    """Return the workspace of an op in bytes; for one that overwrites an operand, its result is added again."""
+    """Return the workspace of an op in bytes; for one that overwrites an operand, without subtracting its result."""
     taken = costs.sizes.values[op.writes[0]] if _overwrites(op, costs) else 0
     return costs.sizes.workspace[op.index] + taken
 
@@ -74,13 +75,13 @@ def _overwrites(op: Op, costs: Costs) -> bool:
 
 
 def _as_shown(op: Op, joint: Captured, costs: Costs, device: torch.device) -> bool:
-    """Tell whether the op's outputs took no more bytes than the graph shows; so if it overwrites an operand."""
+    """Tell whether the op's outputs took no more bytes than the graph states; True if it overwrites an operand."""
     shown = [rounded(joint.values[value].bytes, device) for value in op.writes]
     return _overwrites(op, costs) or shown == [costs.sizes.values[value] for value in op.writes]
 
 
 def _run(joint: Captured, ops: list[int], device: torch.device, fresh: Set[int]) -> dict[int, OpCost | None]:
-    """Return the cost of each of these ops, from one run on made-up data; None for ops that cannot run so."""
+    """Return the cost of each of these ops, from one run on made-up data; None for ops that cannot run on such data."""
     where, found = name_of(environment(device)), {}
     with quiet_world(device):
         for index in ops:

@@ -1,4 +1,4 @@
-"""Expandable segments of CUDA's caching allocator: it then allocates what tensors ask for, and little more.
+"""Expandable segments of CUDA's caching allocator, with which it allocates little more than tensors need.
 
     default         a block may exceed a tensor of more than 1 MiB by up to 1 MiB; a tenth to a third more than that is
                     reserved on the device
@@ -20,10 +20,10 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # environment var
 
 
 def expand_segments(device: torch.device) -> None:
-    """Turn expandable segments on for the entire process, and log that, unless the user has configured the allocator.
+    """Turn on expandable segments for the entire process, and log that, unless the user has configured the allocator.
 
-    Do nothing if the device is not a CUDA device, if an environment variable has settings of the allocator, if another
-    allocator than PyTorch's own runs, or if the device's driver cannot map memory.
+    Do nothing if the device is not a CUDA device, if an environment variable configures the allocator, if
+    another allocator than PyTorch's own is active, or if the device's driver cannot map memory.
     """
     kind = kind_of(device)
     if not (kind.of_cuda and kind.is_available()) or any(os.environ.get(name) for name in VARIABLES):

@@ -1,13 +1,14 @@
-"""Seconds of ops out of a run elsewhere: a Chrome trace of torch.profiler, or a function of the user's.
+"""Seconds of ops from elsewhere: a Chrome trace of torch.profiler, or a function of the user's.
 
     with torch.profiler.profile(record_shapes=True) as profiled:      # on the device that the plan is for
         model(x).backward()
     profiled.export_chrome_trace("step.json")
     fxremat.plan(model, (x,), mem="4GiB", costs=fxremat.Trace("step.json", device="H100"))
 
-An op of the graph and one of the trace are the same if they have the same name and the same shapes of inputs; where
-several have, the first in the graph is the first in the trace. On a GPU the seconds of an op are those of its kernels.
-Ops that the trace lacks are estimated, and these estimates are multiplied by what the others took over their estimates.
+An op of the graph is matched with one of the trace by its name and the shapes of its inputs; several with the
+same name and shapes are matched in order. On a GPU the seconds of an op are those of its kernels. Ops that the
+trace lacks are estimated, and the estimates are scaled by the ratio of traced to estimated seconds of the other
+ops.
 """
 
 from __future__ import annotations
@@ -28,30 +29,31 @@ from fxremat.cost.devices import Device
 from fxremat.errors import FxrematError
 
 Key = tuple[str, tuple[tuple[int, ...], ...]]  # the name of an op, and the shapes of its inputs
-Timer = Callable[[fx.Node], float]  # of the seconds of a node's op
+Timer = Callable[[fx.Node], float]  # returns the seconds of a node's op
 
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events of a GPU
-NO_TENSOR = ("Scalar", "ScalarList", "")  # types of inputs that are no tensors
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of trace events that ran on a GPU
+NO_TENSOR = ("Scalar", "ScalarList", "")  # types of inputs that are not tensors
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The seconds of ops in a Chrome trace of torch.profiler, recorded with shapes.
+    """The seconds of ops in a Chrome trace of torch.profiler that was recorded with shapes.
 
     Args:
         path: the file, which may be compressed (.gz).
-        device: the device that it was recorded on, by name or as a `fxremat.Device`, for estimates of other ops and the
-            sizes of blocks of memory. None: a typical one of the kind that the graph is on.
+        device: the device that it was recorded on, by name or as a `fxremat.Device`; used to estimate other ops, and
+            for the allocator's block sizes. None: a typical device of the type that the graph is on.
 
     Raises:
-        FxrematError: the file is no such trace, or has no shapes of inputs; or the device is not known.
-        OSError: it cannot be read.
+        FxrematError: the file is not such a trace, or has no shapes of inputs; or the device is not known.
+        OSError: the file cannot be read.
     """
 
     path: str | os.PathLike[str]
     device: str | Device | None = None
-    on: Device | None = field(init=False, repr=False)  # what `device` means
-    seconds: Mapping[Key, Sequence[float]] = field(init=False, repr=False, compare=False)  # in the order of the trace
+    on: Device | None = field(init=False, repr=False)  # the description of `device`
+    # (name, shapes) -> seconds of each such op, in the order of the trace
+    seconds: Mapping[Key, Sequence[float]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         known = Device.named(self.device) if isinstance(self.device, str) else self.device
@@ -59,9 +61,9 @@ class Trace:
         object.__setattr__(self, "seconds", _seconds(_events(self.path)))
 
     def of(self, nodes: Sequence[fx.Node]) -> list[float | None]:
-        """Return the seconds of each node's op, given in the order in which they run; None for one that is not there.
+        """Return the seconds of each node's op, or None if the trace lacks it; `nodes` are in execution order.
 
-        A trace of several steps has a multiple of the graph's ops: each step is matched in order, and the mean taken.
+        If a trace contains several steps, each step is matched in order, and the mean is returned.
         """
         keys = [key_of(node) for node in nodes]
         places: dict[Key, int] = defaultdict(int)
@@ -78,7 +80,7 @@ class Trace:
 
 
 def key_of(node: fx.Node) -> Key:
-    """Return the name of a node's op as the profiler writes it, and the shapes of the tensors that it reads."""
+    """Return the profiler's name of a node's op, and the shapes of the tensors that it reads."""
     schema = getattr(node.target, "_schema", None)
     shapes = []
     for argument in tree_leaves((node.args, node.kwargs)):
@@ -106,7 +108,7 @@ def _events(path: str | os.PathLike[str]) -> Sequence[Mapping[str, Any]]:
 
 
 def _seconds(events: Sequence[Mapping[str, Any]]) -> dict[Key, list[float]]:
-    """Return the seconds of every op of a trace, by name and shapes, in the order in which they began."""
+    """Return the seconds of every op of a trace, by name and shapes, in the order in which the ops began."""
     kernels: dict[Any, float] = defaultdict(float)
     for event in events:
         if event.get("cat") in ON_DEVICE:
@@ -124,9 +126,10 @@ def _seconds(events: Sequence[Mapping[str, Any]]) -> dict[Key, list[float]]:
 
 
 def _inside(ops: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
-    """Return for each op itself and the ops that it calls, by their places; `ops` are sorted by when they began."""
+    """Return for each op the indices of itself and of the ops that it calls; `ops` are sorted by start time."""
     found: dict[int, list[int]] = {}
-    running: dict[Any, list[tuple[float, int]]] = defaultdict(list)  # by thread: ends and places of ops under way
+    # thread -> (end, index) of the ops that are running
+    running: dict[Any, list[tuple[float, int]]] = defaultdict(list)
     for place, event in enumerate(ops):
         stack = running[event.get("tid")]
         while stack and stack[-1][0] <= event["ts"]:
@@ -139,7 +142,7 @@ def _inside(ops: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
 
 
 def _shapes(args: Mapping[str, Any]) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of the tensors that an op of a trace reads; those of lists of tensors one by one."""
+    """Yield the shapes of the tensors that an op of a trace reads, including those in lists of tensors."""
     types = args.get("Input type") or [None] * len(args["Input Dims"])
     for shape, kind in zip(args["Input Dims"], types, strict=False):
         if kind in NO_TENSOR:
@@ -155,19 +158,16 @@ class Timed:
     """The seconds of the ops of a graph, and where they come from."""
 
     seconds: tuple[float, ...]
-    known: int  # ops whose seconds were given
-    share: float  # of all seconds, those of these ops
+    known: int  # number of ops whose seconds come from the trace or function
+    share: float  # fraction of all seconds that these ops take
 
     def words(self, source: str) -> str:
-        """Return in words how much is known, for a plan."""
+        """Say in words, for a plan, for how many ops the seconds are known."""
         return f"times of {self.known} of {len(self.seconds)} ops, {self.share:.0%} of all, are {source}"
 
 
 def timed_by(timer: Trace | Timer, nodes: Sequence[fx.Node], estimates: Sequence[float]) -> Timed:
-    """Return the seconds of ops by a trace or a function; what these do not know is estimated, on the same scale.
-
-    Raises `FxrematError` for a function that returns no seconds.
-    """
+    """Return seconds of ops, given by a trace or by a function; for ops that these do not know, scaled estimates."""
     given = timer.of(nodes) if isinstance(timer, Trace) else [_asked(timer, node) for node in nodes]
     both = [(mine, rough) for mine, rough in zip(given, estimates, strict=True) if mine is not None]
     rate = sum(mine for mine, _ in both) / max(1e-12, sum(rough for _, rough in both)) if both else 1.0

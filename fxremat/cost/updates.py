@@ -1,4 +1,4 @@
-"""Costs of the optimizer's update of a parameter: seconds, bytes of state and workspace, measured for each shape."""
+"""Costs of the optimizer's update of parameters: seconds, bytes of state and workspace, measured for each shape."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def units_of(
 def with_own_sizes(joint: Captured, costs: Costs) -> Costs:
     """Return the costs with the size of each updated parameter taken from its own layout, not from its storage.
 
-    A parameter may be a view of a larger storage; on the host it gets memory of its own.
+    A parameter may be a view of a larger storage, but on the host it gets memory of its own.
     """
     sizes = list(costs.sizes.values)
     for value in joint.updates_of:

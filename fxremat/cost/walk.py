@@ -1,11 +1,11 @@
-"""A training step run op by op on real values, so that each op can be measured when its inputs exist.
+"""A run of a training step op by op on real values, so that each op can be measured when its inputs exist.
 
     order    the ops to run, by number: each once as captured, or some repeatedly as in a program that recomputes
     visit    a function that gets each op with its real arguments, runs it, and returns its result
 
-Values are freed right after their last use in this order. Primals are the tensors that the step was captured with;
-missing data (fake tensors, gradients that autograd will hand in) is made up when it is first read, and freed too. The
-step's updates are not applied: AOTAutograd's graphs are functional, and parameters, buffers and inputs stay as they
+Values are freed right after their last use in this order. Parameters and inputs are the tensors that the step
+was captured with; missing data (fake tensors, gradients that autograd would pass in) is made up when it is
+first read, and freed too. AOTAutograd's graphs are functional, so parameters, buffers and inputs stay as they
 are.
 """
 
@@ -33,9 +33,9 @@ Visit = Callable[[Op, Call], Any]
 
 
 def given_inputs(joint: Captured, inputs: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """Return the real tensors among the inputs of a captured graph, by the number of the primal value of each.
+    """Return the real tensors among the inputs of a captured graph, as number of the input's value -> tensor.
 
-    Primals without a real tensor of their shape and type among `inputs` are left out.
+    Inputs of the graph without a real tensor of the same shape and dtype in `inputs` are left out.
     """
     found = {}
     for primal in joint.primals:
@@ -48,10 +48,10 @@ def given_inputs(joint: Captured, inputs: Sequence[Any]) -> dict[int, torch.Tens
 
 
 class Walk:
-    """A run of a step, op by op, with the values that are alive.
+    """Runs a step op by op on real tensors, and keeps the values that are currently alive.
 
     Args:
-        given: real tensors by the number of the primal value; data is made up for missing ones.
+        given: number of an input's value -> real tensor; data is made up for missing ones.
         order: the numbers of the ops to run.
     """
 
@@ -60,11 +60,12 @@ class Walk:
         self.given = given
         self.order = order
         self.values: dict[int, Any] = {}
-        self.impossible_views: list[fx.Node] = []  # traced views that real layouts do not allow; copies replace them
-        self._addresses: dict[int, int] = {}  # of the storages of values that are alive, by value
+        # traced views that real layouts do not allow; the walk uses copies instead
+        self.impossible_views: list[fx.Node] = []
+        self._addresses: dict[int, int] = {}  # live value -> address of its storage
 
     def run(self, visit: Visit) -> None:
-        """Visit every op of the order. If an op raises, free all values and raise the same error."""
+        """Run every op of the order through `visit`. If an op raises, free all values and raise the same error."""
         try:
             self._visit_all(visit)
         except BaseException:
@@ -86,7 +87,7 @@ class Walk:
                 self._addresses.pop(value, None)
 
     def shares(self, tensor: torch.Tensor, besides: int) -> bool:
-        """Tell whether an input of the step, or a living value other than `besides`, has the storage of this tensor."""
+        """Tell whether an input of the step, or an alive value other than `besides`, shares the tensor's storage."""
         address = _address(tensor)
         if address in self._given_addresses:
             return True
@@ -114,10 +115,10 @@ class Walk:
             self._addresses[value] = address
 
     def _show(self, node: fx.Node) -> Any:
-        """Return the tensor or number that a node of the joint graph stands for: a value, or a view of one."""
+        """Return the tensor or number of a node of the joint graph: a value, or a view of one."""
         value = self.joint.value_of.get(node)
         if value is None:
-            return node.meta.get("val")  # no tensor and no number: None, or a token
+            return node.meta.get("val")  # the value is neither a tensor nor a number: None, or a token
         if self.joint.shown[value] is node:
             if value not in self.values:
                 self._hold(value, self._new(value))
@@ -127,7 +128,7 @@ class Walk:
     def _view(self, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
         target: Any = node.target
         if target is aten.as_strided.default and otherwise_than_shown(node.all_input_nodes[0], args[0]):
-            self.impossible_views.append(node)  # with other strides below, the same offsets show other elements
+            self.impossible_views.append(node)  # as_strided would select other elements from the real strides
         if target not in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
             return target(*args, **kwargs)
         viewed = aten.reshape.default(*args)
@@ -153,7 +154,7 @@ def _address(made: Any) -> int | None:
 
 
 def _last_uses(joint: Captured, order: Sequence[int]) -> list[list[int]]:
-    """Return, for each place of the order, the values that the op there touches and whose content no later op reads."""
+    """Return, for each position in the order, the values used there that no later op reads, and that can be freed."""
     needed: set[int] = set()
     freed: list[list[int]] = []
     firsts = _firsts(order)

@@ -1,4 +1,5 @@
-"""Memory of CUDA's libraries that no plan contains: cuBLAS's workspaces, and those of cuDNN when it tries kernels."""
+"""Memory that CUDA libraries allocate outside of plans: cuBLAS's workspaces, and those of cuDNN when it tries kernels.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +17,18 @@ log = logging.getLogger(__name__)
 
 
 def make_workspaces(device: torch.device) -> None:
-    """Let cuBLAS allocate its workspaces before the first step: multiply matrices in this thread and in autograd's.
+    """Make cuBLAS allocate its workspaces before the first step, by matrix products in this thread and in autograd's.
 
-    cuBLAS keeps a workspace for each thread and stream (32 MiB on Hopper, some 8 MiB elsewhere), and cublasLt another,
-    which torch allocates from its caching allocator at the first product of each. If the first step allocated them,
-    they would be memory above its plan; allocated before, they are part of the memory at its start. Another stream
-    allocates its own later.
+    cuBLAS keeps a workspace for each thread and stream (32 MiB on Hopper, some 8 MiB elsewhere), and cublasLt
+    another; torch allocates both from its caching allocator at the first product. If that happened in the first
+    step, they would be memory above its plan; allocated before, they are part of the memory at its start. Other
+    streams allocate theirs later.
     """
     kind = kind_of(device)
     if not (kind.of_cuda and kind.is_available()):
         return
-    on_its_thread = torch.autograd.set_multithreading_enabled(True)  # AOTAutograd turns it off while it traces
+    # AOTAutograd turns multithreading off while it traces
+    on_its_thread = torch.autograd.set_multithreading_enabled(True)
     with real_tensors(), torch.enable_grad(), torch.autocast(device.type, enabled=False), on_its_thread:
         multiply: Any = _Multiply.apply
         multiplied = multiply(torch.zeros(16, 16, device=device, requires_grad=True))
@@ -34,10 +36,11 @@ def make_workspaces(device: torch.device) -> None:
 
 
 def warn_of_trials(joint: Captured, device: torch.device) -> None:
-    """Warn if cuDNN tries its kernels for convolutions during a step, with whatever workspaces they need.
+    """Warn if cuDNN will try its kernels for convolutions during a step, with whatever workspaces they need.
 
     With `torch.backends.cudnn.benchmark` each thread tries all kernels at the first convolution of its sizes.
-    Autograd's thread does so in the first backward, and may choose other kernels than the ones that were measured.
+    Autograd's thread does so in the first backward, and may choose other kernels than the ones that were
+    measured.
     """
     if not kind_of(device).of_cuda or not (torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark):
         return
@@ -50,7 +53,7 @@ def warn_of_trials(joint: Captured, device: torch.device) -> None:
 
 
 class _Multiply(torch.autograd.Function):
-    """The identity, which multiplies matrices in forward and backward."""
+    """An autograd function that returns its input, and multiplies matrices in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, matrix: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Ops of a planned program grouped into regions, each compiled once, measured, and evaluated like an op.
+"""Grouping the ops of a planned program into regions, each of which is compiled, measured, and treated like one op.
 
-    units    the steps of a program, in groups: each is a region that is compiled, or one op that runs as it is
-    joint    the program as a joint graph again, whose ops are these units: no unit is ever recomputed
+    units    the steps of a program, in groups: each is a region that is compiled, or one op that runs uncompiled
+    joint    the program as a joint graph whose ops are these units; a recomputation is an op of its own
 
 `planning.compiled` chooses the fastest program whose units fit into the budget.
 """

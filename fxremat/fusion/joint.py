@@ -1,7 +1,7 @@
-"""A program in units as a joint graph, whose ops are its units: `fused_program`.
+"""A program as a joint graph whose ops are its units (compiled regions, or single ops): `fused_program`.
 
-All code for captured steps (liveness, measuring, lowering, pictures) works on it unchanged. Each of its ops runs once,
-in order; its values are those that cross from one unit to another.
+All code for captured steps (liveness, measuring, lowering, pictures) works on such a graph unchanged. Each of
+its ops runs once, in order; its values are those that one unit computes and another reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxremat.step.source import common_module
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FusedLayout(Layout):
-    """The blocks of a program in units: their names, without ops."""
+    """The blocks of a program whose ops are compiled regions and single ops; it has only the blocks' names."""
 
     block_names: tuple[str, ...]
 
@@ -39,7 +39,10 @@ class FusedLayout(Layout):
 
 
 def fused_program(program: Program, units: Units, kernels: Kernels) -> Program:
-    """Return a program whose ops are the units of `program`, each executed once. O(steps); nothing is compiled yet."""
+    """Return a program whose ops are the units of `program`, that is compiled regions and single ops.
+
+    Each unit runs once. O(steps); nothing is compiled yet.
+    """
     joint = _joint_of(program, units, kernels)
     steps = [program.steps[unit.steps[0]] for unit in units]
     groups = [node.meta.get(GROUP) for node in joint.nodes]
@@ -60,7 +63,7 @@ def fused_program(program: Program, units: Units, kernels: Kernels) -> Program:
 
 
 def _role(program: Program, units: Units, group: int) -> Role:
-    """Return the role of a unit: backward if any of its steps is."""
+    """Return the role of a unit (group of steps): backward if any of its steps belongs to the backward."""
     roles = {program.steps[position].role for position in units[group].steps}
     return next(role for role in (Role.BACKWARD, Role.FORWARD, Role.RECOMPUTE) if role in roles)
 
@@ -84,11 +87,11 @@ def _joint_of(program: Program, units: Units, kernels: Kernels) -> Captured:
     return read_joint(module, len(captured.forward_outputs))
 
 
-FOR_EVER = 1 << 60  # a number above every group
+FOR_EVER = 1 << 60  # larger than the index of any unit
 
 
 def _last_readers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return node -> number of the last unit (group) that reads it; `FOR_EVER` for what the step returns."""
+    """Return node -> index of the last unit (group of steps) that reads it; `FOR_EVER` if the step returns it."""
     last: dict[fx.Node, int] = {}
     for node in graph.nodes:
         group = node.meta.get(GROUP, FOR_EVER)
@@ -99,31 +102,34 @@ def _last_readers(graph: fx.Graph) -> dict[fx.Node, int]:
 
 @dataclass(frozen=True)
 class _Uses:
-    """The rights of a unit to free or overwrite what it reads."""
+    """Which of its inputs a unit (a group of steps that is compiled) may free or overwrite."""
 
-    group: int  # the number of the unit
-    last: dict[fx.Node, int]  # the last group that reads each node
-    first_late: int  # the first unit of the backward
+    group: int  # index of the unit
+    last: dict[fx.Node, int]  # node -> index of the last unit (compiled region or single op) that reads it
+    first_late: int  # index of the first unit of the backward
 
     def dies(self, node: fx.Node) -> bool:
-        """Tell whether a node's tensor may be freed once the unit has run: no later unit and no caller needs it."""
+        """Tell whether a node's tensor may be freed after this group of steps: no later group and no caller needs it.
+        """
         given = node.op == "placeholder" and not node.name.startswith("tangents")
-        root = node.op == "placeholder" and node.meta["val"].numel() == 1  # gradient of a loss, which autograd holds
+        # autograd keeps the gradient of a loss alive
+        root = node.op == "placeholder" and node.meta["val"].numel() == 1
         return self.last[node] == self.group and node.op != "get_attr" and not given and not root
 
     def may_overwrite(self, node: fx.Node) -> bool:
-        """Tell whether the unit may overwrite a node's tensor: one that dies here, and was made in the same graph.
+        """Tell whether this group of steps may overwrite a node's tensor.
 
-        What the forward saves stays, since the backward may run again.
+        It may if the tensor may be freed after the group, and was computed in this graph.
         """
         made = node.meta.get(GROUP)
         return self.dies(node) and made is not None and (made < self.first_late) == (self.group < self.first_late)
 
 
 def _put_region(root: torch.nn.Module, nodes: Sequence[fx.Node], uses: _Uses, kernels: Kernels) -> None:
-    """Replace the nodes of one unit by a call of a `Region`.
+    """Replace the nodes of one group of steps by a call of a compiled `Region`.
 
-    Seeds are inputs of the region: regions that differ only in which seeds they use are then equal.
+    Seeds of random numbers become inputs of the region, so that regions which differ only in their seeds are
+    equal.
     """
     seeds = [node for node in nodes if _is_seed(node)]
     nodes = [node for node in nodes if node not in seeds]
@@ -157,14 +163,14 @@ def _put_region(root: torch.nn.Module, nodes: Sequence[fx.Node], uses: _Uses, ke
 
 
 def _is_seed(node: fx.Node) -> bool:
-    """Tell whether a node shows one of the seeds that dropouts are drawn from."""
+    """Tell whether a node selects one of the seeds for dropout masks."""
     return node.target is torch.ops.aten.select.int and all(
         user.target is torch.ops.fxremat.seeded_mask.default for user in node.users
     )
 
 
 def _extracted(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
-    """Return the nodes as a graph of their own; equal units have equal graphs."""
+    """Return a copy of these nodes as a separate graph; equal groups of nodes give equal graphs."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for place, node in enumerate(inputs):
         copies[node] = graph.placeholder(f"i{place}")
@@ -177,7 +183,8 @@ def _extracted(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Seq
 
 
 def _described(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> dict[str, Any]:
-    """Return the `meta` of a unit's node: of its largest output, with all outputs and the module around its ops."""
+    """Return the `meta` of a compiled group's node: that of its largest output, with all outputs and a common module.
+    """
     largest = max(outputs, key=lambda node: sum(t.nbytes for t in tensors_of(node) if t is not None))
     module = common_module(module_of(node) for node in nodes if node.target is not operator.getitem)
     path = "L['self']" + "".join(f"[{part!r}]" for part in module.split(".") if module)

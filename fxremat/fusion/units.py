@@ -1,14 +1,14 @@
-"""The steps of a program in groups: those that are compiled together, and ops that run as they are.
+"""Cutting the steps of a program into units: groups that are compiled together (regions), and ops that run uncompiled.
 
-    by_block           each run of steps of one block: its forward, or its recomputation and its backward
+    by_block           consecutive steps of one block: its forward, or its recomputation and its backward
     pointwise          groups of pointwise ops, reductions and normalizations; matrix products, convolutions and
-                       attention between them run as they are
-    alone              every op by itself, as it is
-    worth_compiling    the same units, without regions that can gain little
+                       attention between them run uncompiled
+    alone              every op by itself, uncompiled
+    worth_compiling    the same units, without regions that would gain little
 
-Values that are made and die inside of a unit never occupy memory, and inputs that die there may be overwritten by its
-outputs. So a program may need less in units than op by op; it may need more if ops are moved to earlier ones:
-`pointwise` does that only as far as it fits.
+Values that are used only inside a unit never occupy memory, and inputs that are not needed afterwards may be
+overwritten by its outputs. So a program may need less memory in units than op by op; it may need more if ops
+are moved to earlier ones, which `pointwise` does only as far as the budget allows.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program, Step, Transfer
 
 aten = torch.ops.aten
-LARGEST = 40  # steps of a group of pointwise ops, at most
-WORTH = 4096  # bytes that an op must share with a group to join it
-TRIES = 40  # rounds in which ops of a group are kept where they are, at most
+LARGEST = 40  # largest number of steps in a group of pointwise ops
+WORTH = 4096  # an op joins a group only if they share a value of at least this many bytes
+TRIES = 40  # number of attempts to lower the peak by not moving some ops
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Steps of a program that run as one."""
+    """A group of steps of a program that run together: a compiled region, or a single op."""
 
-    steps: tuple[int, ...]  # indices in the program
-    compiled: bool  # False: one op that runs as it is
+    steps: tuple[int, ...]  # indices of the steps in the program
+    compiled: bool  # True: a region that Inductor compiles; False: one op that runs uncompiled
 
 
 Units = tuple[Unit, ...]
 
 
 def by_block(program: Program) -> Units:
-    """Group the steps of each block, as far as they follow each other. O(steps)."""
+    """Return groups of consecutive steps of the same block. O(steps)."""
     may = compilable(captured_of(program.layout.graph))
 
     def key(position: int) -> tuple[object, ...]:
@@ -64,15 +64,15 @@ def by_block(program: Program) -> Units:
 
 
 def alone(program: Program, positions: Iterable[int]) -> Units:
-    """Make each of the steps at these positions a unit by itself; ops that only exist compiled are compiled."""
+    """Return one unit for each of these steps, uncompiled unless its op exists only in compiled form."""
     return tuple(Unit((position,), compiled=_must_compile(program, position)) for position in positions)
 
 
 def pointwise(program: Program, sizes: Sizes, budget: int) -> Units:
-    """Group pointwise ops: each moves to the last group with which it shares a large value. O(tries * steps).
+    """Group pointwise ops: each op moves to the last group that shares a large tensor with it. O(tries * steps).
 
-    If the memory while a group runs would be above the budget, ops that were moved over that moment stay where they
-    are.
+    If the memory during a group would exceed the budget, ops that were moved from later positions stay where
+    they are.
     """
     stay: set[int] = set()
     best: tuple[int, Units] | None = None
@@ -93,13 +93,13 @@ def pointwise(program: Program, sizes: Sizes, budget: int) -> Units:
 def worth_compiling(
     program: Program, units: Units, names: Sequence[str], gain: Callable[[Sequence[int]], float], least: float
 ) -> Units:
-    """Split regions that together gain less than `least` seconds: their ops run as they are. O(steps).
+    """Split regions that together gain less than `least` seconds into uncompiled ops. O(steps).
 
-    Units of equal ops, which are compiled once, are split or kept together.
+    Regions of equal ops, which are compiled once, are all split or all kept.
 
     Args:
         names: a name for each op, equal for ops of equal cost.
-        gain: returns the most seconds that compiling these ops together can save.
+        gain: returns an upper bound on the seconds that compiling these ops together saves.
     """
     left, lost = set[Unit](), 0.0
     found = alike(program, units, names).values()
@@ -113,7 +113,7 @@ def worth_compiling(
 
 
 def alike(program: Program, units: Units, names: Sequence[str]) -> dict[tuple[str, ...], list[Unit]]:
-    """Group the compiled units by the names of their ops: those of equal ops are compiled once. O(steps)."""
+    """Group the regions by the names of their ops, since regions of equal ops are compiled once. O(steps)."""
     found: dict[tuple[str, ...], list[Unit]] = {}
     for unit in units:
         if unit.compiled:
@@ -123,12 +123,12 @@ def alike(program: Program, units: Units, names: Sequence[str]) -> dict[tuple[st
 
 
 def ops_of(program: Program, unit: Unit) -> list[int]:
-    """Return the ops that a unit's steps execute."""
+    """Return the ops (by number) that a unit's steps execute."""
     return [op for position in unit.steps if (op := program.steps[position].op) is not None]
 
 
 def unit_bytes(program: Program, sizes: Sizes, units: Units) -> list[int]:
-    """Return the bytes alive while each unit runs, if regions need no more than what they read and write. O(steps).
+    """Return the bytes allocated during each group of steps, if compiled groups need no workspace. O(steps).
 
     The last number is the bytes between forward and backward.
     """
@@ -137,7 +137,10 @@ def unit_bytes(program: Program, sizes: Sizes, units: Units) -> list[int]:
 
 
 def _of_units(program: Program, units: Units) -> Program:
-    """Return the program with a step for each unit, to compute memory: values inside of a unit do not occur in it."""
+    """Return a program with one step for each group of steps, for computing memory.
+
+    Values that only one group reads and writes do not occur in it.
+    """
     steps, joint = program.steps, program.layout.graph
     unit_of = {position: place for place, unit in enumerate(units) for position in unit.steps}
     returned = joint.pinned | joint.updates
@@ -163,7 +166,7 @@ def _must_compile(program: Program, position: int) -> bool:
 
 
 def compilable(joint: Captured) -> frozenset[int]:
-    """Return the ops that may be part of a region."""
+    """Return the ops that may be part of a compiled region."""
     return frozenset(op.index for op in joint.ops if not op.random and op.writes and may_compile(joint.nodes[op.index]))
 
 
@@ -198,7 +201,7 @@ GROUPED = frozenset(getattr(aten, name) for name in FUSED if hasattr(aten, name)
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Tell whether Inductor fuses an op with others, rather than calling a kernel for it."""
+    """Tell whether Inductor generates code for an op, which it can fuse, instead of calling a kernel."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -207,14 +210,16 @@ def is_pointwise(node: fx.Node) -> bool:
 
 @dataclass
 class _Groups:
-    """Groups of steps under construction, in the order in which they run; the lists have an entry for each group."""
+    """Groups of steps under construction, in execution order; each list has one entry per group."""
 
-    steps: list[list[int]]  # indices in the program
-    fused: list[bool]  # whether other steps may join
-    shared: list[set[int]]  # large versions of values that its steps read or write
+    steps: list[list[int]]  # indices of the group's steps in the program
+    fused: list[bool]  # True if other steps may join the group
+    # large tensors (by number of their version, the result of one execution) that the group's steps read or
+    # write
+    shared: list[set[int]]
 
     def open(self, position: int, versions: Set[int], *, fused: bool) -> int:
-        """Begin a group; return its index."""
+        """Begin a group with the step at `position`; return the group's index."""
         self.steps.append([position])
         self.fused.append(fused)
         self.shared.append(set(versions))
@@ -222,9 +227,10 @@ class _Groups:
 
 
 def _grouped(program: Program, sizes: Sizes, stay: Set[int]) -> Units:
-    """Group a program: a pointwise step joins the last group, not before its producers, that shares a large value.
+    """Group the steps of a program: a pointwise step joins the last group that shares a large tensor with it.
 
-    Steps in `stay` may only join the group just before them.
+    The group must come after the steps that compute the step's inputs. Steps in `stay` may only join the group
+    just before them.
     """
     joint = captured_of(program.layout.graph)
     fusable = {index for index in compilable(joint) if is_pointwise(joint.nodes[index])}
@@ -251,7 +257,7 @@ def _grouped(program: Program, sizes: Sizes, stay: Set[int]) -> Units:
 
 
 def _group_to_join(groups: _Groups, large: Set[int], behind: int, *, near: bool) -> int | None:
-    """Return the last group from `behind` on with which a step shares one of its `large` values; None if there is none.
+    """Return the last group, from index `behind` on, that shares one of the `large` values with a step; else None.
 
     `near`: consider only the very last group.
     """
@@ -263,7 +269,7 @@ def _group_to_join(groups: _Groups, large: Set[int], behind: int, *, near: bool)
 
 
 def _pulled_over(units: Units, worst: int) -> set[int]:
-    """Return the steps that were moved to a unit up to the `worst` one, from after the place where that unit begins."""
+    """Return the steps that grouping moved into unit `worst` or an earlier one from a later position."""
     if worst == len(units):
         return set()
     begins = units[worst].steps[0]

@@ -1,1 +1,1 @@
-"""Reading a graph of torch.fx as a `StepGraph` (`captured.py`), what its nodes say of ops, and the bytes of ops."""
+"""Read a torch.fx graph as a `StepGraph` (`captured.py`), and derive from its nodes names, costs and bytes of ops."""

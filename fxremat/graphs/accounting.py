@@ -1,4 +1,4 @@
-"""Bytes of ops, values and a loss outside of a captured step, as the device's allocator counts them."""
+"""Bytes of ops and values of a captured step, and of a loss outside of it, as the device's allocator counts them."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from fxremat.step.liveness import Sizes
 from fxremat.step.step_graph import Kind, Origin, StepGraph
 from fxremat.torch_private import allocates_in_expandable_segments, holds_gradients
 
-NUMBERS_OF_LOSS = 4  # scalars that a loss allocates for each output of the model: terms, sums, and their gradients
-SINGLE = torch.float32.itemsize  # bytes
+NUMBERS_OF_LOSS = 4  # number of scalars that a loss is assumed to allocate for each output of the model
+SINGLE = torch.float32.itemsize  # bytes of one number in single precision
 
 
 def rounded(size: int, device: torch.device) -> int:
-    """Round a size in bytes up, as the device's allocator does."""
+    """Round a size in bytes up to the block size of the device's allocator."""
     block = kind_of(device).block
     return -(-size // block) * block
 
 
 def held(size: int, device: torch.device) -> int:
-    """Return the most bytes that the allocator counts as allocated for a tensor of `size` bytes.
+    """Return the most bytes that the allocator may count as allocated for a tensor of `size` bytes.
 
-    CUDA's caching allocator gives a tensor the smallest free block that is large enough, and splits off what is left of
-    it; not if the tensor has more than 1 MiB and what is left is at most 1 MiB. In expandable segments it always
-    splits.
+    CUDA's caching allocator gives a tensor the smallest free block that is large enough, and splits off the
+    rest, except that for a tensor of more than 1 MiB it keeps a rest of up to 1 MiB in the block. With
+    expandable segments it always splits.
     """
     return rounded(size, device) + (unsplit(device) if size > kind_of(device).unsplit else 0)
 
 
 def unsplit(device: torch.device) -> int:
-    """Return the bytes by which the allocated block of a large tensor may exceed it, as it is not split."""
+    """Return the bytes by which the allocated block of a large tensor may exceed the tensor, as it is not split."""
     kind = kind_of(device)
     if not (kind.unsplit and kind.is_available()):
         return 0
@@ -49,17 +49,17 @@ def unsplit(device: torch.device) -> int:
 def costs_from(
     joint: Captured, by_op: Sequence[OpCost], device: torch.device, fresh: frozenset[int] = frozenset()
 ) -> Costs:
-    """Combine the costs of the ops with the sizes of the values, rounded as the device's allocator does.
+    """Combine the costs of ops with the sizes of values, rounded as the device's allocator does.
 
-    Inputs that are Python floats are alive during the entire step, as tensors that dynamo makes at each call. The
-    storage of an output may be larger than its shape needs: `mse_loss` returns its sum in the storage of all its terms.
-    The result of an op that overwrites an operand is the operand's storage: as both count as values, its workspace is
-    negative. The measured workspace of a region is its entire peak, outputs included (it may free inputs before it
-    makes them), so that its outputs are subtracted.
+    Inputs that are Python floats count during the entire step, as the tensors that dynamo makes of them at each
+    call. The storage of an output may be larger than its shape needs: `mse_loss` returns its sum in the storage
+    of all its terms. An op that overwrites an operand gets a negative workspace, since operand and result,
+    which share a storage, both count as values. The measured workspace of a compiled region is its entire peak,
+    since it may free inputs before it allocates outputs; so its outputs are subtracted.
 
     Args:
         by_op: the cost of each op, with bytes that are not rounded.
-        fresh: ops that make new results where they might overwrite an operand.
+        fresh: ops that allocate a new result although they might overwrite an operand.
     """
     sizes = [value.bytes for value in joint.values]
     taken = [0] * len(joint.ops)
@@ -93,10 +93,11 @@ def costs_from(
 
 
 def copied_gradients(joint: Captured, device: torch.device) -> dict[int, int]:
-    """Return, by op, the bytes of copies that it may make of gradients from a loss outside, in layouts not traced.
+    """Return for each backward op the bytes of copies that it may make of gradients whose layout was not traced.
 
-    A pointwise op reads any layout without a copy, unless it reads a reshape; a convolution does not. Compiled regions
-    get gradients in the traced layout. If the model returns its loss, no other loss is planned for: the result is {}.
+    These are gradients that a loss outside the model passes in. A pointwise op reads any layout without a copy,
+    unless it reads a reshape; a convolution does not. Compiled regions get gradients in the traced layout. If
+    the model returns its loss, the result is {}.
     """
     unknown = laid_out_by_others(joint.module.graph) if _gradients(joint) else set()
     found = dict[int, int]()
@@ -112,7 +113,7 @@ def copied_gradients(joint: Captured, device: torch.device) -> dict[int, int]:
 
 
 def _is_reshaped(joint: Captured, node: fx.Node) -> bool:
-    """Tell whether a node is, or is a view of, a reshape of its value, which copies what it cannot view."""
+    """Tell whether a node is a reshape, or a view of a reshape's result; a reshape may copy its operand."""
     value, shower = joint.value_of.get(node), node
     while shower.target is not torch.ops.aten.reshape.default:
         parents = [parent for parent in shower.all_input_nodes if joint.value_of.get(parent) == value]
@@ -123,13 +124,13 @@ def _is_reshaped(joint: Captured, node: fx.Node) -> bool:
 
 
 def set_aside(joint: Captured, device: torch.device) -> int:
-    """Return the bytes that plans set aside for a loss outside the model, and its scalars; 0 if there is none."""
+    """Return the bytes that plans reserve for a loss outside the model and its scalars; 0 if there is no such loss."""
     numbers = _numbers(joint, device)
     return outside_bytes(joint) + numbers + _floats(joint, device) if numbers else 0
 
 
 def held_beside_copies(joint: Captured, device: torch.device) -> int:
-    """Return the bytes of gradients from a loss outside, if autograd holds them while the backward has copies of them.
+    """Return the bytes of gradients of outputs that autograd keeps alive while the backward works on copies of them.
 
     The backward copies gradients whose layout differs from that of the outputs, unless it can view them.
     """
@@ -147,10 +148,10 @@ def _floats(joint: Captured, device: torch.device) -> int:
 
 
 def outside_bytes(joint: Captured) -> int:
-    """Return the bytes that a loss outside the model is assumed to need between forward and backward.
+    """Return the bytes that a loss outside the model is assumed to allocate between forward and backward.
 
-    They are 0 if the model returns its loss. They hold until the loss was measured, or the user states a number
-    (option `loss`).
+    They are 0 if the model returns its loss. The assumption is used until the loss was measured, or if the user
+    states no number (option `loss`).
     """
     trained = _gradients(joint)
     others = [node.meta.get("val") for node in joint.untrained_outputs] if trained else []
@@ -159,14 +160,15 @@ def outside_bytes(joint: Captured) -> int:
 
 
 def assumed_for(count: int, dtype: torch.dtype, *, trained: bool = True) -> int:
-    """Return the bytes that a loss is assumed to need for an output of `count` numbers: four times the output in fp32.
+    """Return the bytes that a loss is assumed to allocate for an output of `count` numbers.
 
-    A cross entropy needs three times the output's bytes (log-probabilities, and two gradients at a time),
-    `x.pow(2).mean()` four times; an output in half precision is copied to fp32 in addition.
+    They are four times the output's bytes: a cross entropy allocates three times as much (log-probabilities,
+    and two gradients at a time), `x.pow(2).mean()` four times. An output in half precision counts five times
+    its size in fp32, to which it is copied.
 
     Args:
-        trained: False: no gradient is needed for the output. Then one storage of its size is assumed, as `mse_loss`
-            returns its sum in the storage of all its terms; for integers nothing.
+        trained: False: no gradient is needed for the output. Then its size is assumed once, as `mse_loss` returns its
+            sum in the storage of all its terms; for integers nothing.
     """
     if not trained:
         return int(count) * max(dtype.itemsize, SINGLE) if dtype.is_floating_point else 0
@@ -174,13 +176,14 @@ def assumed_for(count: int, dtype: torch.dtype, *, trained: bool = True) -> int:
 
 
 def _gradients(joint: Captured) -> list[torch.Tensor]:
-    """Return the gradients that a loss outside the model hands in, as fake tensors; [] if there is none."""
+    """Return the gradients that a loss outside the model passes to the backward, as fake tensors; [] if there is none.
+    """
     shown = () if joint.root_tangents else (node.meta.get("val") for node in joint.tangent_nodes)
     return [tensor for tensor in shown if isinstance(tensor, torch.Tensor)]
 
 
 def output_position(shown: fx.Node, op: fx.Node) -> int | None:
-    """Return which of the outputs of `op` the node `shown` is, from 0; None for outputs that no getitem selects."""
+    """Return the index of the node `shown` among the outputs of `op`; None for outputs that no getitem selects."""
     if shown is op:
         value = op.meta.get("val")
         return 0 if isinstance(value, torch.Tensor) or is_number(value) else None
@@ -194,14 +197,14 @@ def device_of(graph: StepGraph) -> torch.device:
 
 
 def largest_tensor(graph: StepGraph) -> int:
-    """Return the bytes of the largest tensor that the step makes."""
+    """Return the bytes of the largest tensor that the step allocates."""
     return max((value.bytes for value in graph.values if value.origin is not Origin.PRIMAL), default=0)
 
 
 def op_keys(graph: StepGraph, fresh: Set[int] = frozenset()) -> list[str]:
-    """Return the keys of all ops of a graph, in order, equal for ops of equal cost.
+    """Return the keys of all ops of a graph, in order; ops with equal keys have equal costs.
 
     Args:
-        fresh: ops that make new results where they might overwrite an operand.
+        fresh: ops that allocate a new result although they might overwrite an operand.
     """
     return [op_key(captured_of(graph).nodes[op.index], fresh=True) if op.index in fresh else op.key for op in graph.ops]

@@ -1,18 +1,19 @@
-"""BatchNorm in training: its two halves, and a second execution of it.
+"""BatchNorm in training split into two ops, statistics and normalization, and how a BatchNorm is recomputed.
 
     y, mean, rstd, running' = batch_norm(x, weight, bias, running)      as captured, reads x three times
-    mean, rstd, running'    = batch_statistics(x, running)              what later ops need, a few numbers a channel
+
+    mean, rstd, running'    = batch_statistics(x, running)              a few numbers per channel, which plans keep
     y                       = batch_normalized(x, weight, bias, mean, rstd)     the part that is worth recomputing
 
-(rstd is 1 over the standard deviation.) If the results of the first half are kept, recomputing `y` is one pass over `x`
-and does not touch running statistics. On a CPU the second half has the bits of the original op: that op's kernel scales
-by `rstd * weight` and shifts by `bias - mean * scale`, in training and in evaluation alike, so that evaluation with the
-scale as its weight, and a variance of one, computes the same. That holds if `x` is contiguous, or in channels_last;
-otherwise the original op runs.
+(rstd is 1 over the standard deviation.) If the statistics are kept, recomputing `y` takes one pass over `x` and
+does not touch running statistics. On a CPU the normalization has the bits of the original op, whose kernel
+scales by `rstd * weight` and shifts by `bias - mean * scale` both in training and in evaluation, so that a
+BatchNorm in evaluation mode with the scale as its weight, and a variance of one, computes the same. That holds
+if `x` is contiguous, or in channels_last; otherwise the original op runs.
 
-By itself an exact first half also runs the original op, and drops `y`: two halves that follow each other become one op
-when graphs are emitted (`passes.lower`). Where other bits are allowed (compiled regions), it computes the statistics
-alone.
+To have exact bits, the op for statistics also runs the original op, and drops `y`: where both ops follow each
+other, one original op is emitted instead (`passes.lower`). Where other bits are allowed (compiled regions), it
+computes only the statistics.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ def batch_statistics(
     eps: float,
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return mean and rstd of each channel of a batch, and the new running statistics (empty ones, if there are none).
+    """Return mean and rstd of each channel of a batch, and the new running statistics (empty if there are none).
 
     Args:
         x: (batch, channels, ...)
-        exact: with the bits of the original BatchNorm.
+        exact: True: compute them with the kernel of the original BatchNorm, for the same bits.
     """
     mean, var = _running(x, running_mean, running_var)
     if exact:
@@ -69,7 +70,7 @@ def _(x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *_: An
 def batch_normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, eps: float
 ) -> Tensor:
-    """Return the output of a BatchNorm with known statistics, in the layout of `x`."""
+    """Return the output of a BatchNorm with given batch statistics, in the layout of `x`."""
     parameters = [parameter for parameter in (weight, bias) if parameter is not None]
     if not is_dense(x) or not all(parameter.is_contiguous() for parameter in parameters):
         running = _running(x, None, None)
@@ -85,14 +86,14 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 
 def _running(x: Tensor, mean: Tensor | None, var: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the running statistics; for None zeros of the same type, since kernels depend on it."""
+    """Return the running statistics; zeros of the same dtype for None, since kernels depend on the dtype."""
     dtype = dtype_of_statistics(x)
     some = [x.new_zeros(x.shape[1], dtype=dtype) if old is None else old for old in (mean, var)]
     return some[0], some[1]
 
 
 def dtype_of_statistics(x: Tensor) -> torch.dtype:
-    """Return the type of the statistics that both halves compute and read: float64 for float64, else float32."""
+    """Return the dtype of the batch statistics: float64 if `x` is float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -102,7 +103,7 @@ def _whole(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) ->
 
 
 def is_dense(x: Tensor) -> bool:
-    """Tell whether `x` is contiguous or in channels_last: in other layouts a CPU's kernels round in another order."""
+    """Tell whether `x` is contiguous or in channels_last; in other layouts CPU kernels round in another order."""
     return x.is_contiguous() or any(
         x.dim() == dimensions and x.is_contiguous(memory_format=format_)
         for dimensions, format_ in zip((4, 5), FORMATS, strict=True)
@@ -112,10 +113,11 @@ def is_dense(x: Tensor) -> bool:
 STATISTICS = torch.ops.fxremat.batch_statistics.default
 NORMALIZED = torch.ops.fxremat.batch_normalized.default
 WHOLE = aten._native_batch_norm_legit_functional.default
-RUNNING: dict[Any, int] = {WHOLE: 3, CUDNN: 4, STATISTICS: 2}  # op -> results before the new running statistics
+# op -> number of its results before the new running statistics
+RUNNING: dict[Any, int] = {WHOLE: 3, CUDNN: 4, STATISTICS: 2}
 
 
-# Decompositions of the two halves of a BatchNorm, for Inductor.
+# How Inductor decomposes the statistics op and the normalization op.
 
 
 def _inductor_statistics(
@@ -150,11 +152,12 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-# Nodes of the two halves in a graph, and second executions of a BatchNorm.
+# Functions on nodes of the statistics op and the normalization op, and on how a BatchNorm is recomputed.
 
 
 def normalized_by(statistics: fx.Node) -> fx.Node | None:
-    """Return the second half that belongs to a first half; None if there is none, or for another op."""
+    """Return the normalization op that reads the results of a statistics op; None if there is none, or for other nodes.
+    """
     if statistics.target is not STATISTICS:
         return None
     readers = (reader for item in statistics.users for reader in item.users)
@@ -162,21 +165,21 @@ def normalized_by(statistics: fx.Node) -> fx.Node | None:
 
 
 def runs_as_one(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> bool:
-    """Tell whether two halves that follow each other are emitted as one op, the original BatchNorm.
+    """Tell whether batch statistics and the normalization right after them can be emitted as one BatchNorm op.
 
     Args:
-        again: they run a second time.
+        again: True for a recomputation.
     """
-    shown = cast(fx.Node, normalized.args[0]).meta["val"]  # without a weight, statistics have the type of `x`
+    shown = cast(fx.Node, normalized.args[0]).meta["val"]  # without a weight, statistics have the dtype of `x`
     typed = normalized.args[1] is not None or shown.dtype == dtype_of_statistics(shown)
     return bool(statistics.args[5]) and (typed or not again)
 
 
 def whole_call(statistics: fx.Node, normalized: fx.Node, *, again: bool) -> tuple[Any, tuple[Any, ...]]:
-    """Return target and arguments of the BatchNorm that does what two halves do.
+    """Return function and arguments of the original BatchNorm that these two ops were split from.
 
     Args:
-        again: a second execution, which leaves the running statistics alone.
+        again: True for a recomputation, which does not update running statistics.
     """
     x, mean, var, momentum, eps, _ = statistics.args
     _, weight, bias, *_ = normalized.args
@@ -194,14 +197,15 @@ def batch_norm_arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def is_training_batch_norm(node: fx.Node) -> bool:
-    """Tell whether a node is a BatchNorm in training or its first half, which update the running statistics."""
+    """Tell whether a node updates running statistics: a BatchNorm in training, or its statistics as an op of its own.
+    """
     return node.target in RUNNING and (node.target is not WHOLE or bool(node.args[5]))
 
 
 def again_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Return target and positional arguments of a second execution of an op.
+    """Return function and positional arguments for recomputing an op.
 
-    They are the same as the first time, but for a BatchNorm, which leaves the running statistics alone.
+    They are those of the first execution, except that a BatchNorm does not update its running statistics.
     """
     if not is_training_batch_norm(node):
         return node.target, node.args
@@ -215,14 +219,14 @@ def again_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def again_inputs(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that a second execution of an op reads: for a BatchNorm no running statistics."""
+    """Return the nodes that a recomputation of an op reads; for a BatchNorm, without running statistics."""
     if not is_training_batch_norm(node):
         return node.all_input_nodes
     return [argument for argument in again_call(node)[1] if isinstance(argument, fx.Node)]
 
 
 def made_again(op: fx.Node, shown: fx.Node) -> bool:
-    """Tell whether a second execution of an op makes the output `shown`: all but new running statistics."""
+    """Tell whether recomputing an op also gives the output `shown`; it gives all but new running statistics."""
     if not is_training_batch_norm(op) or shown is op:
         return True
     return cast(int, shown.args[1]) < RUNNING[op.target]

@@ -1,11 +1,11 @@
-"""A graph of torch.fx read as a `StepGraph`: `read_joint`, and the nodes of its ops and values.
+"""Read a torch.fx graph as a `StepGraph`, and remember which nodes its ops and values come from: `read_joint`.
 
-    torch.fx joint graph    placeholders, compute nodes, views of views, getitems, detaches
-    Captured                a StepGraph; `nodes` has the node of each op, `shown` one that shows each value,
-                            `value_of` the value that each node shows a view of
+    torch.fx joint graph    placeholders, compute nodes, views, getitems, detaches
+    Captured                a StepGraph; `nodes` has the node of each op, `shown` a node for each value, and
+                            `value_of` the value for each node
 
-A value is a storage: all views of it are the same value. Planning uses the numbers of ops and values; measuring and
-lowering use the nodes. A graph that was read is never changed.
+A value is a storage: all views of it are the same value. Planning uses the numbers of ops and values; measuring
+and lowering use the nodes. A graph that was read is never changed.
 """
 
 from __future__ import annotations
@@ -32,33 +32,37 @@ from fxremat.torch_private import holds_gradients, is_effect_token, storage_of
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Captured(StepGraph):
-    """A step graph with the graph of torch.fx that it was read from."""
+    """A step graph together with the torch.fx graph that it was read from."""
 
     module: fx.GraphModule
-    nodes: tuple[fx.Node, ...]  # by op: its node
-    shown: tuple[fx.Node, ...]  # by value: its placeholder, its op's node, or the getitem that selects it
-    value_of: Mapping[fx.Node, int]  # every tensor node, views included -> the value that it shows
+    nodes: tuple[fx.Node, ...]  # for each op, the fx node that computes it
+    # for each value, the fx node of its tensor: a placeholder, an op, or the getitem that selects it from an
+    # op's results
+    shown: tuple[fx.Node, ...]
+    # node of a tensor, views included -> number of the value (storage) that it belongs to
+    value_of: Mapping[fx.Node, int]
     primals: tuple[fx.Node, ...]
     tangent_nodes: tuple[fx.Node, ...]
     forward_outputs: tuple[object, ...]  # fx nodes, or constants such as None
     backward_outputs: tuple[object, ...]
     output_descs: tuple[object, ...]
-    update_nodes: Mapping[int, fx.Node] = field(default_factory=dict)  # updated parameter -> node of its gradient
+    # parameter that the step updates -> node of its gradient
+    update_nodes: Mapping[int, fx.Node] = field(default_factory=dict)
 
     @property
     def passes(self) -> tuple[Any, ...]:
-        """The changes that each pass made before the graph was read: see `passes.pipelines.Rewrite`."""
+        """The effects of the passes that ran before the graph was read; see `passes.pipelines.Rewrite`."""
         rewrites: tuple[Any, ...] = self.module.meta.get("rewrites", ())
         return rewrites
 
     @cached_property
     def step(self) -> StepGraph:
-        """The step graph alone, without nodes."""
+        """The step graph without nodes of torch.fx."""
         return StepGraph(**{each.name: getattr(self, each.name) for each in fields(StepGraph)})
 
     @cached_property
     def outputs_needed(self) -> tuple[frozenset[int | None], ...]:
-        """For each output of the backward, the positions of the forward outputs from whose gradients it is computed.
+        """For each output of the backward, the indices of the forward outputs whose gradients it depends on.
 
         None among them stands for the gradient of something else, such as the base of several views.
         """
@@ -75,7 +79,7 @@ class Captured(StepGraph):
 
     @cached_property
     def untrained_outputs(self) -> tuple[fx.Node, ...]:
-        """Outputs that the caller gets, for which autograd hands in no gradient: one node for each storage."""
+        """Outputs for which autograd passes no gradient to the backward, as one node for each storage."""
         trained = [getattr(node.meta.get("desc"), "output", None) for node in self.tangent_nodes]
         shown: dict[int, fx.Node] = {}
         seen: set[int] = set()
@@ -87,7 +91,7 @@ class Captured(StepGraph):
 
 
 def captured_of(graph: StepGraph) -> Captured:
-    """Return the same graph as a `Captured`, with nodes, so that its step can be measured or run.
+    """Return the graph as a `Captured`, whose nodes allow to measure or run it.
 
     Raises `FxrematError` for a graph that was read from a file, and has no nodes.
     """
@@ -99,9 +103,10 @@ def captured_of(graph: StepGraph) -> Captured:
 
 
 def inputs_of(joint: Captured) -> tuple[fx.Node, ...]:
-    """Return the primals that the caller hands in, in order; `backward_outputs` begins with their gradients.
+    """Return the primals that the caller passes, in order; `backward_outputs` begins with their gradients.
 
-    The other primals are tokens, which order ops with effects (such as the check in `linalg.cholesky`).
+    The other primals are tokens, which keep ops with side effects in order (such as the check in
+    `linalg.cholesky`).
     """
     return _inputs(joint.primals)
 
@@ -114,7 +119,7 @@ def with_updates_inside(joint: Captured, trained: Set[int]) -> Captured:
     """Return the graph of a step that updates some parameters itself, and does not return their gradients.
 
     Args:
-        trained: the primal values of these parameters.
+        trained: the values (numbers) of these parameters.
     """
     outputs = list(joint.backward_outputs)
     gradients: dict[int, fx.Node] = {}
@@ -157,8 +162,8 @@ def read_joint(
     Args:
         module: the joint graph, functional, with fake tensors in `meta["val"]`.
         forward_outputs: the number of outputs that belong to the forward.
-        differentiable: the inputs and constants that gradients may be computed for. None: the other outputs are one
-            gradient for each input, in order, and None for inputs without one.
+        differentiable: the inputs and constants for which gradients may be computed. None: the remaining outputs are
+            one gradient, or None, for each input in order.
 
     Raises:
         CaptureError: a size depends on data.
@@ -185,20 +190,22 @@ class _Reader:
         self.primals = tuple(node for node in placeholders if node not in tangents)
         self.gradient_of = self._gradients() if differentiable is None else dict.fromkeys(differentiable)
         self.values: list[Value] = []
-        self.shown: list[fx.Node] = []  # by value
+        self.shown: list[fx.Node] = []  # for each value, the fx node of its tensor
         self.value_of: dict[fx.Node, int] = {}
         self.late = self._late()
 
     def _gradients(self) -> dict[fx.Node, object]:
-        """Return the gradient of each input that has one."""
+        """Return input -> its gradient, for inputs that have one."""
         pairs = zip(_inputs(self.primals), self.backward_outputs, strict=False)
         return {primal: gradient for primal, gradient in pairs if gradient is not None}
 
     def _late(self) -> set[fx.Node]:
-        """Return the nodes of the backward: the first one that autograd made, and all later ones that no output needs.
+        """Return the nodes of the backward.
 
-        AOTAutograd traces the forward first. A node of the backward depends on a tangent or is tagged; a node that a
-        custom `torch.autograd.Function` computes there from saved tensors alone is neither, but comes after such nodes.
+        They are the first node that autograd made, and all later ones that no forward output needs: AOTAutograd
+        traces the forward first. A node of the backward depends on an incoming gradient or is tagged; a node
+        that a custom `torch.autograd.Function` computes there from saved tensors alone is neither, but comes
+        after such nodes.
         """
         forward = _ancestors(node for node in self.forward_outputs if isinstance(node, fx.Node))
         late = set(self.tangents)
@@ -223,9 +230,9 @@ class _Reader:
             if node.op in ("placeholder", "get_attr"):
                 self._new_value(node, Origin.TANGENT if node in self.tangents else Origin.PRIMAL)
             elif node.target is operator.getitem and node.args[0] in self.value_of:
-                self.value_of[node] = self.value_of[node.args[0]]  # an item of a tuple of views
+                self.value_of[node] = self.value_of[node.args[0]]  # the node selects an item from a tuple of views
             elif node.target is operator.getitem:
-                pass  # named by its op below
+                pass  # a getitem's value is recorded together with the op that it selects from
             elif (base := self._base_of_view(node)) is not None:
                 self.value_of[node] = base
             else:
@@ -255,7 +262,7 @@ class _Reader:
         return value.index
 
     def _base_of_view(self, node: fx.Node) -> int | None:
-        """Return the value of which all outputs of `node` are views; None if the node computes something new."""
+        """Return the value that all outputs of `node` are views of; None if the node computes something new."""
         outputs = [tensor for tensor in tensors_of(node) if tensor is not None]
         parents = [parent for parent in node.all_input_nodes if parent in self.value_of]
         if not outputs or len(parents) != 1:
@@ -265,7 +272,7 @@ class _Reader:
         return self.value_of[parents[0]] if aliases else None
 
     def _outputs(self, node: fx.Node) -> tuple[int, ...]:
-        """Make and return the values that an op's node writes; their producers are filled in by `_ops`."""
+        """Create and return the values that an op's node writes; `_ops` fills in their producers."""
         origin = Origin.BACKWARD if node in self.late else Origin.FORWARD
         if isinstance(node.meta.get("val"), (torch.Tensor, *NUMBERS)):
             return (self._new_value(node, origin),)
@@ -281,7 +288,7 @@ class _Reader:
             seen[position] = self._new_value(item, origin, position)
             written.append(seen[position])
         unread = [t for k, t in enumerate(tensors_of(node)) if t is not None and k not in seen]
-        for tensor in unread:  # such outputs occupy memory until the op has ended
+        for tensor in unread:  # outputs that no node reads occupy memory until the op has ended
             written.append(self._add(f"{node.name}_unread", node, tensor, origin))
         return tuple(written)
 
@@ -323,9 +330,11 @@ class _Reader:
 
     def _ops(self, ordered: Sequence[tuple[fx.Node, tuple[int, ...]]]) -> tuple[Op, ...]:
         """Return the ops in execution order, and set the producers of the values that they write."""
-        moving = {self.value_of[given] for given in self.gradient_of}  # values that depend on a differentiable input
+        # values that depend on an input for which gradients are computed
+        moving = {self.value_of[given] for given in self.gradient_of}
         numbers = sorted({number for node, _ in ordered if (number := node.meta.get("seq_nr")) is not None})
-        sequence = {number: place for place, number in enumerate(numbers)}  # from 0, as in every capture
+        # renumbered from 0, so that equal captures have equal numbers
+        sequence = {number: place for place, number in enumerate(numbers)}
         ops: list[Op] = []
         for index, (node, writes) in enumerate(ordered):
             reads = self._values_of(node.all_input_nodes)
@@ -357,7 +366,7 @@ class _Reader:
         return tuple(ops)
 
     def _parameters(self) -> dict[int, str]:
-        """Return the names of parameters by value: of the parameter, and of its gradient if that is returned."""
+        """Return value -> name of the parameter, for parameters and for their gradients if these are returned."""
         named = {self.value_of[node]: name for node in self.primals if (name := parameter_of(node))}
         return named | {
             self.value_of[gradient]: named[self.value_of[primal]]
@@ -369,7 +378,7 @@ class _Reader:
         return tuple(dict.fromkeys(self.value_of[node] for node in nodes if node in self.value_of))
 
     def _split_outputs(self) -> tuple[set[int], set[int]]:
-        """Return the values that the caller holds as outputs of the forward, and the values that overwrite an input."""
+        """Return the values that the caller gets as forward outputs, and the new values of overwritten inputs."""
         kept: set[int] = set()
         updates: set[int] = set()
         for node, desc in zip(self.forward_outputs, self.descs, strict=True):
@@ -387,7 +396,7 @@ class _Reader:
 
 
 def _kind(node: fx.Node) -> Kind:
-    """Return the kind of a node's op, which targets other than PyTorch's kernels have as an attribute."""
+    """Return the kind of a node's op; functions that are not PyTorch's kernels have it as an attribute."""
     kind = getattr(node.target, "kind", Kind.KERNEL)
     if isinstance(kind, Kind) and kind is not Kind.KERNEL:
         return kind
@@ -395,18 +404,18 @@ def _kind(node: fx.Node) -> Kind:
 
 
 def _type(shown: object) -> str:
-    """Return the data type and shape of a tensor, as "float32[8, 64]"; "" for anything else."""
+    """Return dtype and shape of a tensor, such as "float32[8, 64]"; "" for anything else."""
     if not isinstance(shown, torch.Tensor):
         return ""
     return f"{str(shown.dtype).removeprefix('torch.')}[{', '.join(map(str, shown.shape))}]"
 
 
 def _is_whole(shown: object) -> bool:
-    """Tell whether a tensor covers all of its storage."""
+    """Tell whether a tensor fills its storage."""
     return isinstance(shown, torch.Tensor) and shown.layout is torch.strided and shown.nbytes == storage_bytes(shown)
 
 
 def _device_of(primals: Iterable[fx.Node]) -> str:
-    """Return the first device of parameters and inputs that is no CPU; "cpu" if there is none."""
+    """Return the first device of parameters and inputs that is not a CPU; "cpu" if there is none."""
     tensors = [tensor for node in primals if isinstance(tensor := node.meta.get("val"), torch.Tensor)]
     return next((str(tensor.device) for tensor in tensors if tensor.device.type != "cpu"), "cpu")

@@ -1,11 +1,12 @@
-"""Collectives as ops of a step: each is one op, from its start to the end of its transfer.
+"""Collectives as single ops of a step, from their start to the end of the transfer.
 
     captured    started = all_gather_into_tensor(shard, world, group);  whole = wait_tensor(started)
     in a step   whole = Collective(all_gather_into_tensor)(shard, world, group)
 
-Before the wait, the result of a start must not be read, and its operands must not be freed. As one op, a collective
-cannot be read too early, and memory is exact; `transfers.network` separates start and wait again where ops can run in
-between. Text that must be equal on all ranks contains no names of process groups, which differ from rank to rank.
+Between start and wait, the result must not be read and the operands must not be freed. With a collective as one
+op, plans cannot read too early, and memory is exact; `transfers.network` separates start and wait again where
+ops can run in between. Names of process groups differ from rank to rank, so text that must be equal on all
+ranks does not contain them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NAMESPACE = "_c10d_functional"
 
 
 class Collective:
-    """A functional collective as one function: it starts the collective, and waits for its result."""
+    """A function that starts a functional collective of PyTorch and waits for its result."""
 
     def __init__(self, start: torch._ops.OpOverload) -> None:
         self.start = start
@@ -47,7 +48,7 @@ def wait(started: Any) -> Any:
     """Wait for the end of a collective; return its results.
 
     Args:
-        started: what the op that started it returned: a tensor, or several.
+        started: the result of the op that started it: a tensor, or several.
     """
     if isinstance(started, torch.Tensor):
         return torch.ops._c10d_functional.wait_tensor.default(started)
@@ -56,12 +57,12 @@ def wait(started: Any) -> Any:
 
 @functools.cache
 def collective(start: torch._ops.OpOverload) -> Collective:
-    """Return the `Collective` that this op starts; for equal ops the same object."""
+    """Return the `Collective` for an op that starts a collective; calls with the same op return the same object."""
     return Collective(start)
 
 
 def is_start(node: fx.Node) -> bool:
-    """Tell whether an op starts a functional collective, as captured."""
+    """Tell whether an op starts a functional collective of PyTorch, without waiting for it."""
     target = node.target
     return (
         isinstance(target, torch._ops.OpOverload)
@@ -76,7 +77,7 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_gather(node: fx.Node) -> bool:
-    """Tell whether a node is a collective that puts the parts of all ranks together."""
+    """Tell whether a node is an all-gather: a collective that assembles the parts of all ranks."""
     return isinstance(node.target, Collective) and node.target.kind is Kind.GATHER
 
 
@@ -92,7 +93,7 @@ def _is_group(name: str) -> bool:
 
 
 def without_group_names(node: fx.Node) -> tuple[Any, ...]:
-    """Return the arguments of a collective, with each group's name replaced by its size and backend."""
+    """Return the arguments of a collective, with each process group's name replaced by its size and backend."""
     return tuple(_described(argument) if isinstance(argument, str) else argument for argument in node.args)
 
 

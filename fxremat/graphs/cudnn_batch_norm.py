@@ -1,13 +1,12 @@
-"""Ops that run cuDNN's BatchNorm, for graphs of models whose BatchNorms eager PyTorch computes by cuDNN.
+"""Ops that run cuDNN's BatchNorm, for models whose BatchNorms eager PyTorch computes with cuDNN.
 
     y, mean, rstd, reserve, running' = cudnn_batch_norm(x, weight, bias, running)       in training
     y                                = cudnn_batch_norm_evaluated(x, weight, bias, running)
 
-PyTorch decomposes `aten.cudnn_batch_norm` while a graph is traced, and the native kernels then round differently. The
-op cannot be captured as it is: it overwrites the running statistics, which its schema does not say. The ops here return
-new statistics instead.
-
-`reserve` is the buffer that cuDNN passes from the forward to the backward; only cuDNN knows its size.
+While a graph is traced, PyTorch decomposes `aten.cudnn_batch_norm`, so that native kernels run instead, which
+round differently. The op cannot be captured as it is, since it overwrites the running statistics, which its
+schema does not say. The ops here return new statistics instead. `reserve` is a buffer that cuDNN passes from
+the forward to the backward; only cuDNN knows its size.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def cudnn_batch_norm_backward(
 def cudnn_batch_norm_evaluated(
     x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor, eps: float
 ) -> Tensor:
-    """Return the output of a BatchNorm in evaluation, which reads the running statistics and does not change them."""
+    """Return the output of a BatchNorm in evaluation mode, which does not change the running statistics."""
     made: tuple[Tensor, ...] = aten.cudnn_batch_norm(x, weight, bias, running_mean, running_var, False, 0.0, eps)
     return made[0]
 
@@ -125,7 +124,7 @@ CUDNN = torch.ops.fxremat.cudnn_batch_norm.default
 
 @contextlib.contextmanager
 def batch_norms_of_cudnn() -> Iterator[None]:
-    """Capture BatchNorms that eager PyTorch computes by cuDNN as the ops of this file, inside this context."""
+    """Within this context, capture BatchNorms that eager PyTorch computes with cuDNN as the ops of this file."""
     kernels: dict[Any, Callable[..., Any]] = {aten.cudnn_batch_norm.default: _captured}
     with composite_kernels(kernels, key="Autograd"):
         yield
@@ -141,9 +140,9 @@ def _captured(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """Compute what `aten.cudnn_batch_norm` does, by ops whose writes are visible in the graph."""
+    """Compute the results of `aten.cudnn_batch_norm` by ops whose writes to running statistics are in the graph."""
     if not training:
-        assert mean is not None  # PyTorch would not have chosen cuDNN otherwise
+        assert mean is not None  # PyTorch chooses cuDNN only if there are running statistics
         assert var is not None
         nothing = weight.new_empty(0)
         return cudnn_batch_norm_evaluated(x, weight, bias, mean, var, eps), nothing, nothing, nothing

@@ -1,4 +1,4 @@
-"""Gradients that a loss outside of the model hands in: their memory layouts are not known before they arrive."""
+"""Gradients that a loss outside of the model passes to the backward, whose memory layouts are not known in advance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxremat.graphs.nodes import tangents_in
 aten = torch.ops.aten
 
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-"""Ops whose results are contiguous, whatever they read."""
+"""Ops whose results are contiguous, in whatever layout their operands are."""
 
 
 def handed_in(graph: fx.Graph) -> set[fx.Node]:
@@ -19,7 +19,7 @@ def handed_in(graph: fx.Graph) -> set[fx.Node]:
 
 
 def laid_out_by_others(graph: fx.Graph) -> set[fx.Node]:
-    """Return the gradients that are handed in, and all nodes whose memory layout may depend on theirs."""
+    """Return the gradients of outputs that are passed in, and all nodes whose memory layout may depend on theirs."""
     found = handed_in(graph)
     for node in graph.nodes:
         if node.target not in PRODUCTS and not found.isdisjoint(node.all_input_nodes):

@@ -1,12 +1,12 @@
-"""The origin of the ops of a captured step: the module that each belongs to, and the line of the model's code.
+"""Where the ops of a captured step come from: the module and the line of the model's code.
 
     sources_of(nodes)    for each op Source("transformer.h.3.mlp.c_fc", Frame("net.py", 31, "forward", "x = ..."))
 
-dynamo records in `meta` which modules were being called (`nn_module_stack`), and AOTAutograd records for an op of the
-backward the modules of its forward op (`fwd_nn_module_stack`); both are dicts from a module's id to its path and class
-(torch 2.11 and 2.13). Ops of the model's own forward have neither, and their module is "". When autograd adds gradients
-of a tensor with several users, the addition has no such record: it belongs to the innermost module that contains the
-ops before and after it.
+dynamo records in `meta` which modules were being called (`nn_module_stack`), and AOTAutograd records for an op
+of the backward the modules of its forward op (`fwd_nn_module_stack`); both are dicts from a module's id to its
+path and class (torch 2.11 and 2.13). Ops in the forward of the model itself have neither, and their module is
+"". An addition by which autograd sums gradients of a tensor with several users has no such record either: its
+module is the innermost one that contains the ops before and after it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from torch import fx, nn
 from fxremat.step.source import Frame, Source, common_module
 from fxremat.torch_private import without_dict
 
-# In the path of a module, dynamo writes each part as an attribute, or as a key in brackets, quoted as `repr` does.
+# In a module's path, dynamo writes each part as an attribute, or as a key in brackets, quoted as by `repr`.
 _KEY = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+"""
 _PART = re.compile(rf"""\.(?!_modules\[)((?:[^.'"\[]|\[(?!(?:{_KEY})\]))+)|\[({_KEY})\]""")
 _GETATTR = re.compile(rf"""getattr\(([^()]*), ({_KEY})\)""")
-NAME, MODEL = "fxremat_name", "fxremat_model"  # keys in the `meta` of a joint graph's inputs
-FLOAT = "fxremat_float"  # key in `meta`: whether the input is a tensor that dynamo makes of a float at each call
+# keys in the `meta` of a joint graph's inputs: the parameter's name and the model's class
+NAME, MODEL = "fxremat_name", "fxremat_model"
+FLOAT = "fxremat_float"  # key in `meta`: True for an input that dynamo makes from a Python float at each call
 
 
 def frame_of(node: fx.Node) -> Frame | None:
-    """Return file, line, function and code where the op was written; None if tracing did not record it."""
+    """Return file, line, function and source code of an op; None if tracing did not record it."""
     frames = re.findall(r'File "(.+)", line (\d+), in (<?\w+>?)\n *(.*)', node.meta.get("stack_trace") or "")
     if not frames:
         return None
@@ -41,53 +42,56 @@ def frame_of(node: fx.Node) -> Frame | None:
 
 
 def module_of(node: fx.Node) -> str:
-    """Return the submodule of an op, as "layers.3.up", or of a backward op's forward op; "" if it is not known."""
+    """Return the submodule of an op, such as "layers.3.up"; for a backward op, that of its forward op; "" if unknown.
+    """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return _module_at(str([*stack.values()][-1][0]) if stack else "")
 
 
 @lru_cache(maxsize=4096)
 def _module_at(path: str) -> str:
-    """Return the name of the submodule, as in `named_modules()`, for a path as dynamo writes it."""
+    """Return a submodule's name, as in `named_modules()`, from its path in dynamo's notation."""
     path, before = without_dict(path), ""
-    while path != before:  # a name that is no identifier may be written getattr(..., 'name')
+    while path != before:  # dynamo may write getattr(..., 'name') for a name that is not an identifier
         before, path = path, _GETATTR.sub(r"\1[\2]", path)
-    # L['self'] is the model, or it is what L['forward'] is bound to
+    # L['self'] is the model, L['forward'] its bound method
     inside = re.sub(r"^L\['\w+'\](\.__self__)?", "", path)
     return ".".join(str(literal_eval(quoted or f"'{plain}'")) for plain, quoted in _PART.findall(inside))
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Map every further name of a tied parameter to the name that it has in `named_parameters()`."""
+    """Map the other names of each tied parameter to its name in `named_parameters()`."""
     first = {id(parameter): name for name, parameter in nn.Module.named_parameters(model)}
     names = nn.Module.named_parameters(model, remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in names if first[id(parameter)] != name}
 
 
 def note_names(placeholders: Iterable[tuple[fx.Node, str | None]], model: str) -> None:
-    """Record on inputs of a joint graph the name of the parameter that each is, if any, and of the model's class."""
+    """Record in the `meta` of a joint graph's inputs their parameter names, if any, and the name of the model's class.
+    """
     for node, name in placeholders:
         node.meta |= {NAME: name or "", MODEL: model}
 
 
 def parameter_of(placeholder: fx.Node) -> str:
-    """Return the name of the parameter that an input of a joint graph is; "" for inputs that are none."""
+    """Return the parameter name of an input of a joint graph; "" for inputs that are not parameters."""
     return str(placeholder.meta.get(NAME, ""))
 
 
 def model_of(placeholders: Iterable[fx.Node]) -> str:
-    """Return the name of the class of the model whose joint graph has these inputs."""
+    """Return the name of the model's class, from the inputs of its joint graph."""
     return next((str(node.meta[MODEL]) for node in placeholders if node.meta.get(MODEL)), "model")
 
 
 def sources_of(nodes: Sequence[fx.Node]) -> tuple[Source, ...]:
-    """Return for each op of a step, forward and backward, the module and the line of code it comes from. O(nodes).
+    """Return the module and the source line of each op of a step, forward and backward. O(nodes).
 
     Args:
         nodes: the ops' nodes, in execution order.
     """
     modules = {node: module_of(node) for node in nodes}
-    # by autograd's number, for the first op that has it: ops that are not differentiated repeat the number before them
+    # Ops that are not differentiated repeat the sequence number of the op before them; the first op with a
+    # number counts.
     by_number = {_number(node): modules[node] for node in reversed(nodes) if not _is_backward(node)}
     added = [node for node in nodes if _adds_gradients(node)]
     for node in nodes:
@@ -101,7 +105,7 @@ def sources_of(nodes: Sequence[fx.Node]) -> tuple[Source, ...]:
 
 
 def _number(node: fx.Node) -> object:
-    """Return the number that autograd gives to an op and to its backward."""
+    """Return autograd's sequence number, which an op shares with its backward."""
     return node.meta.get("seq_nr", node)
 
 
@@ -114,10 +118,10 @@ def _has_stack(node: fx.Node) -> bool:
 
 
 def _adds_gradients(node: fx.Node) -> bool:
-    """Tell whether a node is autograd's addition of gradients of a tensor with several users.
+    """Tell whether a node is an addition by which autograd sums gradients of a tensor with several users.
 
-    AOTAutograd of torch 2.13 records `is_gradient_acc`. Without it, such an addition is known by having no record of a
-    forward op in its `meta`.
+    AOTAutograd of torch 2.13 records `is_gradient_acc`. Without that, such an addition is recognized by the
+    missing record of a forward op in its `meta`.
     """
     meta: dict[str, Any] = node.meta
     if "is_gradient_acc" in meta:
@@ -131,23 +135,23 @@ def _adds_gradients(node: fx.Node) -> bool:
 
 
 def _between(node: fx.Node, modules: dict[fx.Node, str], unknown: set[fx.Node]) -> str:
-    """Return the module of an addition of gradients: the innermost that contains the ops around it.
+    """Return the module of an addition of gradients: the innermost one that contains the ops around it.
 
-    These are the last op that made one of the added gradients, and the ops that read the sum.
+    These are the last op that computed one of the added gradients, and the ops that read the sum.
 
     Args:
         modules: the module of each op.
-        unknown: additions whose module is not known yet; they do not count.
+        unknown: additions whose module is not known yet; they are ignored.
     """
     around = [_ops_behind(parent, modules) for parent in node.all_input_nodes]
     makers = [maker for maker in around if maker is not None and maker not in unknown]
     users = [user for user in _readers(node, modules) if user not in unknown]
-    names = [modules[op] for op in (*sorted(makers)[-1:], *users)]  # nodes are ordered as they run
+    names = [modules[op] for op in (*sorted(makers)[-1:], *users)]  # sorting nodes puts them in execution order
     return common_module(names) if names else ""
 
 
 def _ops_behind(node: fx.Node, modules: dict[fx.Node, str]) -> fx.Node | None:
-    """Return the op that made the tensor which a view or getitem shows; None if it is an input."""
+    """Return the op that computed the tensor of a view or getitem node; None if it is an input."""
     while node not in modules:
         if not node.all_input_nodes:
             return None

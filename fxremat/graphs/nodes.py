@@ -1,4 +1,4 @@
-"""Facts about nodes of a captured graph: tensors, numbers, random draws, and the gradients that autograd hands in."""
+"""Facts about nodes of a captured graph: their tensors, whether they are numbers or draw random ones, and so on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUMBERS: tuple[type, ...] = (*SYMBOLS, int, float)
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor | None]:
-    """Return the outputs of a node as a list; None for an output that is no tensor."""
+    """Return the outputs of a node as a list, with None for outputs that are not tensors."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return [value]
@@ -32,7 +32,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _argument(node: fx.Node, name: str) -> object:
-    """Return the positional argument of an op that its schema calls `name`; None if it has no such argument."""
+    """Return the value of an op's positional argument, by its name in the schema; None if there is none."""
     assert isinstance(node.target, torch._ops.OpOverload)
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name == name:
@@ -41,17 +41,17 @@ def _argument(node: fx.Node, name: str) -> object:
 
 
 def is_number(value: object) -> bool:
-    """Tell whether a node's value is a number: a Python number, or a symbolic one that the step will compute."""
+    """Tell whether a node's value is a number: a Python number, or a symbolic one that is known only at run time."""
     return isinstance(value, NUMBERS)
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the storage behind a (fake) tensor; for a sparse one, of its indices and values."""
+    """Return the bytes of the storage of a (fake) tensor; for a sparse one, of its indices and values."""
     if tensor.layout is torch.sparse_coo:
         return int(tensor._indices().nbytes + tensor._values().nbytes)
     return int(tensor.untyped_storage().nbytes())
 
 
 def tangents_in(graph: fx.Graph) -> list[fx.Node]:
-    """Return the placeholders of the gradients that autograd hands in to a joint graph (tangents)."""
+    """Return the placeholders for the gradients that autograd passes to a joint graph (tangents)."""
     return [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]

@@ -1,4 +1,4 @@
-"""The key of an op: text that is equal for ops of equal cost."""
+"""Keys of ops: texts that are equal for ops of equal cost."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def op_key(node: fx.Node, *, fresh: bool = False) -> str:
     """Return text that is equal for ops of equal cost: the op, its constants, and the layout of each tensor it reads.
 
     Args:
-        fresh: the op makes a new result where it might overwrite an operand.
+        fresh: the op allocates a new result although it might overwrite an operand.
 
-    A layout includes the device, and the bytes of the storage if a tensor shows a part of it: some ops copy all of it.
-    A subgraph (the score function of flex attention) is named by a digest of its code.
+    A layout includes the device, and the size of the storage if a tensor is only a part of it, since some ops
+    copy all of it. A subgraph (the score function of flex attention) is represented by a digest of its code.
     """
     target, args, kwargs = called(node, fresh=fresh)
     args = without_group_names(node) if is_collective(node) else args
@@ -31,7 +31,7 @@ def op_key(node: fx.Node, *, fresh: bool = False) -> str:
 
 
 def _named(target: object) -> str:
-    """Return the name of a node's target, the same in every process."""
+    """Return a name of the function that a node calls, the same in every process."""
     return f"{target.__module__}.{target.__qualname__}" if isinstance(target, FunctionType) else str(target)
 
 
@@ -54,7 +54,7 @@ def _describe(argument: object) -> str:
 
 
 def attribute(node: fx.Node) -> Any:
-    """Return the attribute of the graph's module that a `get_attr` node names."""
+    """Return the object that a `get_attr` node refers to."""
     found: Any = node.graph.owning_module
     for name in str(node.target).split("."):
         found = getattr(found, name)

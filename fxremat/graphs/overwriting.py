@@ -1,7 +1,7 @@
 """Ops that may write their result over an operand: which ops, which operand, and the op to call for that.
 
-The captured graph is functional: `passes.in_place` records on a node which operand it may overwrite. Whether it does is
-known after measuring (`Costs.fresh` has the ops that must not), and passed to `called` as `fresh`. Overloads with a
+The captured graph is functional: `passes.in_place` records on a node which operand it may overwrite. Measuring
+then shows which of these ops must not (`Costs.fresh`), and `called` gets that as `fresh`. Overloads with a
 Scalar, such as `add.Scalar`, are left out: they round differently in bfloat16.
 """
 
@@ -18,14 +18,14 @@ from fxremat.graphs.collectives import collective
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
-METHODS: dict[Any, Any] = {  # op -> the op that overwrites its first argument
+METHODS: dict[Any, Any] = {  # op -> in-place op, which overwrites the first argument
     aten.add.Tensor: aten.add_.Tensor,
     aten.mul.Tensor: aten.mul_.Tensor,
     aten.div.Tensor: aten.div_.Tensor,
     aten.neg.default: aten.neg_.default,
     collective(_c10d.all_reduce.default): collective(_c10d.all_reduce_.default),
 }
-BACKWARDS: dict[Any, Any] = {  # op -> the overload that writes to `grad_input`, for which the first argument is passed
+BACKWARDS: dict[Any, Any] = {  # op -> overload with a `grad_input` argument; the first argument is passed for it
     aten.threshold_backward.default: aten.threshold_backward.grad_input,
     aten.gelu_backward.default: aten.gelu_backward.grad_input,
     aten.silu_backward.default: aten.silu_backward.grad_input,
@@ -36,12 +36,12 @@ BACKWARDS: dict[Any, Any] = {  # op -> the overload that writes to `grad_input`,
     aten.elu_backward.default: aten.elu_backward.grad_input,
 }
 SELF_FIRST = {aten.threshold_backward.default, aten.leaky_relu_backward.default}
-"""Ops whose new result has the layout of their second operand; the result of other ops has that of the first."""
-PLACE = "fxremat_overwrites"  # in a node's meta: the index of the operand that it may overwrite
+"""Ops whose new result has the layout of their second operand; other ops' results have that of the first."""
+PLACE = "fxremat_overwrites"  # key in a node's meta: the index of the operand that it may overwrite
 
 
 def overwritten(op: fx.Node) -> fx.Node | None:
-    """Return the node whose storage the op's result may reuse; None for an op that always makes a new result."""
+    """Return the operand whose storage the op's result may reuse; None for an op that always allocates a new result."""
     if PLACE not in op.meta:
         return None
     taken = op.args[op.meta[PLACE]]
@@ -52,10 +52,10 @@ def overwritten(op: fx.Node) -> fx.Node | None:
 def overwriting(
     target: Any, place: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return target and arguments of the call that overwrites an op's operand, which is moved to the first place.
+    """Return function and arguments of the call that overwrites an operand of an op.
 
     Args:
-        place: of the operand among `args`: 0 or 1.
+        place: the index of that operand in `args`, 0 or 1; the call has it first.
     """
     if place:
         args = (args[1], args[0])
@@ -65,10 +65,10 @@ def overwriting(
 
 
 def called(op: fx.Node, *, fresh: bool = False) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """Return target and arguments with which an op is called: those that overwrite its operand, if it may.
+    """Return function and arguments with which an op is called: those that overwrite an operand, if it may.
 
     Args:
-        fresh: the op must not overwrite, and makes a new result.
+        fresh: True: the op must not overwrite an operand.
     """
     if fresh or PLACE not in op.meta:
         return op.target, op.args, op.kwargs

@@ -1,12 +1,12 @@
-"""Regions: several ops of a step that run as one function, compiled by Inductor, which a graph calls in their place.
+"""Regions: groups of ops that Inductor compiles to one function, which the graph calls instead of the ops.
 
     region = Region(root, graph, kernels, dying=..., donated=...)
     region(x, y)         runs it on tensors, which it leaves unchanged
-    region.run([x, y])   runs it on a list, which it empties: inputs that nothing reads afterwards are freed or
+    region.run([x, y])   runs it on a list, which it empties, so that inputs not needed afterwards are freed or
                          overwritten inside
 
-Equal regions (of equal layers, in other plans, at other budgets) have equal digests and share their kernels. A region
-that does not compile runs op by op, as it was captured.
+Equal regions (of equal layers, or in plans for other budgets) have equal digests and share their kernels. A
+region that Inductor cannot compile runs op by op, as it was captured.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from fxremat.torch_inductor import compile_region, configuration
 from fxremat.torch_private import boxed, copied
 
 log = logging.getLogger(__name__)
-AT_ONCE = 8  # regions that are compiled at a time
-KEPT = 1024  # regions whose kernels are cached, for later regions that are equal; the oldest are dropped first
+AT_ONCE = 8  # number of regions that are compiled in parallel
+KEPT = 1024  # number of regions whose kernels are cached for equal regions; the oldest are dropped first
 
 Run = Callable[[list[Any]], Sequence[Any]]
-_kernels: OrderedDict[str, Run] = OrderedDict()  # by digest
+_kernels: OrderedDict[str, Run] = OrderedDict()  # digest of a region -> its compiled function
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Settings with which regions are compiled."""
+    """The settings with which regions are compiled."""
 
-    settings: Mapping[str, Any]  # patches of torch._inductor.config
-    decompositions: Mapping[Any, Callable[..., Any]]  # of fxremat's own ops
-    required: Set[Any] = frozenset()  # ops that give other results if they are not compiled
+    settings: Mapping[str, Any]  # values to patch in torch._inductor.config
+    decompositions: Mapping[Any, Callable[..., Any]]  # decompositions of fxremat's own ops
+    required: Set[Any] = frozenset()  # ops whose results differ if they are not compiled
 
     @cached_property
     def configuration(self) -> str:
-        """All settings of Inductor that kernels depend on, as a short text."""
+        """All Inductor settings that kernels depend on, as a short text."""
         return configuration(self.settings)
 
 
 class Region:
-    """A region as a callable: it takes its inputs and returns its outputs as a tuple.
+    """A callable that runs a group of ops, compiled by Inductor, on its inputs and returns a tuple of its outputs.
 
     Args:
-        root: has the attributes that the graph refers to.
-        graph: a functional graph of aten ops, which takes and returns tensors that cover their storages.
+        root: the module whose attributes the graph refers to.
+        graph: a functional graph of aten ops; its inputs and outputs are tensors that fill their storages.
         dying: indices of inputs that nothing else refers to when the region runs, and that are not read afterwards.
         donated: indices of the dying inputs whose storages the kernels may overwrite.
         kernels: the settings with which the region is compiled.
@@ -79,8 +79,8 @@ class Region:
         self._given = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         self._shown = [(tensor.stride(), tensor.dtype) for tensor in self._given]
         self._layouts = [_layout_of(tensor) for tensor in self._given]
-        self._run: Run | None = None  # the compiled function, once it was requested
-        self.given_up = ""  # the reason why the region runs op by op; "" if it does not
+        self._run: Run | None = None  # the compiled function, from the first use on
+        self.given_up = ""  # the reason why the region runs op by op; "" if it is compiled
         self.count = sum(node.op == "call_function" for node in graph.nodes)
         self.digest = hashlib.sha256(self._text().encode()).hexdigest()[:24]
         self.__name__ = "region"
@@ -104,11 +104,11 @@ class Region:
 
     @property
     def is_compiled(self) -> bool:
-        """True if the region has kernels, or is known to run op by op."""
+        """True if the region has a function to run, compiled or op by op."""
         return self._run is not None or self.digest in _kernels
 
     def compile(self) -> float:
-        """Compile the region, unless kernels of an equal one are cached; return the seconds that this took."""
+        """Compile the region, unless kernels of an equal region are cached; return the seconds spent."""
         if self.is_compiled:
             self._run = self._run or _kernels[self.digest]
             return 0.0
@@ -130,7 +130,7 @@ class Region:
         """Run the region op by op from now on.
 
         Raises:
-            FxrematError: it has an op that gives other results if it is not compiled.
+            FxrematError: it has an op whose results would differ if it is not compiled.
         """
         log.debug("%s with %d ops runs op by op: %s", self, self.count, reason)
         self.given_up = reason
@@ -145,8 +145,12 @@ class Region:
         return fx.GraphModule(self._root, self.graph, class_name="Region")
 
     def run(self, inputs: list[Any]) -> Sequence[Any]:
-        """Run the region on a list, which is emptied; donated inputs may be overwritten. Compiles it if need be."""
-        for place, (strides, dtype) in enumerate(self._shown):  # a kernel's result may differ from the captured one
+        """Run the region on a list of inputs, which is emptied; donated inputs may be overwritten.
+
+        Compiles it if necessary.
+        """
+        # inputs may differ in layout or dtype from the captured ones, depending on the kernels that made them
+        for place, (strides, dtype) in enumerate(self._shown):
             if inputs[place].dtype != dtype:
                 inputs[place] = inputs[place].to(dtype)
             if inputs[place].stride() != strides and _layout_of(inputs[place]) != self._layouts[place]:
@@ -157,7 +161,7 @@ class Region:
         return self._run(inputs)
 
     def _text(self) -> str:
-        """Return the region's code as text, with the layouts of its inputs, and all else that its kernels depend on."""
+        """Return all that the region's kernels depend on as text: its code, the layouts of its inputs, and settings."""
         numbers: dict[fx.Node, str] = {}
 
         def told(value: Any) -> str:
@@ -174,7 +178,7 @@ class Region:
 
 
 class _Name(str):
-    """A text that prints itself without quotes."""
+    """A string whose `repr` has no quotes."""
 
     __slots__ = ()
 
@@ -183,7 +187,7 @@ class _Name(str):
 
 
 def _layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor, except for dimensions of size 1, where strides mean nothing."""
+    """Return the strides of a tensor, without those of dimensions of size 1, which have no meaning."""
     return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
 
 
@@ -197,15 +201,15 @@ def laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 
 def forget_kernels() -> None:
-    """Clear the cache of kernels, so that later regions are compiled; existing regions keep their kernels."""
+    """Clear the cache of kernels, so that new regions are compiled; existing regions keep their kernels."""
     _kernels.clear()
 
 
 def compile_all(regions: Iterable[Region]) -> Iterator[Region]:
-    """Compile regions, several at a time, and yield each when it is compiled."""
+    """Compile regions in parallel, and yield each as soon as it is compiled."""
     todo = list(regions)
     with ThreadPoolExecutor(max(1, min(AT_ONCE, len(todo)))) as pool:
-        # Inductor reads its settings from the context variables
+        # Inductor reads its settings from context variables
         running = {pool.submit(copy_context().run, region.compile): region for region in todo}
         for done in as_completed(running):
             done.result()
@@ -232,12 +236,12 @@ class _Owning:
 
 
 def hand_over(*inputs: Any) -> list[Any]:
-    """Return the inputs as a list: it is the only reference to them once the graph has dropped its own."""
+    """Return the inputs as a list; once the graph has dropped its references, the list has the only ones."""
     return list(inputs)
 
 
 def runnable(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """Return an emitted graph as a function of one list; its regions can free and overwrite their dying inputs."""
+    """Return a graph as a function that takes one list, so that its regions can free and overwrite their inputs."""
     if not regions_of(module.graph):
         return boxed(module)
     graph = copied(module.graph)

@@ -1,13 +1,13 @@
-"""A joint graph with symbolic sizes, and the static graph that it becomes at given sizes.
+"""A joint graph with symbolic sizes, and its static versions at given sizes.
 
     joint graph with SymInts     placeholders that are symbolic sizes, arithmetic of sizes, ops on symbolic shapes
-    at(dims)                     the graph that a capture of inputs of these sizes would have given, to be measured and
+    at(dims)                     the graph that a capture at these input sizes would have given, to be measured and
                                  planned like any other
-    as_captured(joint)           a result of `at`, with the nodes of the symbolic graph: graphs made from it run at
-                                 every size
+    as_captured(joint)           a result of `at` that refers to the nodes of the symbolic graph: code generated from it
+                                 runs at every size
 
-`dims` are the values of the symbolic inputs of a call, in order. Ops and values have the same numbers at all sizes. No
-symbol is compared with anything here: that would add a guard, and tie the graph to one size.
+`dims` are the values of the symbolic inputs of a call, in order. Ops and values have the same numbers at all
+sizes. Symbols are never compared here, since that would add a guard and tie the graph to one size.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ from fxremat.torch_private import (
 )
 
 if TYPE_CHECKING:
-    import sympy  # torch imports it when it captures with symbolic sizes
+    # only for type checkers: torch imports sympy when it captures symbolic sizes
+    import sympy
 
 Dims = tuple[int, ...]
-Size = Any  # a sympy expression of an integer, or the node of another symbolic number, such as a float
+Size = Any  # an integer expression of sympy, or the node of another symbolic number, such as a float
 
 
 class NotSymbolic(Exception):
-    """The graph contains something that is known for one size only; it has to be captured with fixed sizes."""
+    """Raised if a graph holds for one size only, so that it has to be captured with fixed sizes."""
 
 
 def is_size(value: object) -> bool:
-    """Tell whether a value is a symbolic number that the sizes of the inputs determine."""
+    """Tell whether a value is a symbolic number that depends only on the sizes of the inputs."""
     return isinstance(value, SYMBOLS) and not depends_on_data(value)
 
 
 def is_size_node(node: object) -> bool:
-    """Tell whether a node shows a number that the sizes of the inputs determine."""
+    """Tell whether a node's value is a symbolic number that depends only on the sizes of the inputs."""
     return isinstance(node, fx.Node) and is_size(node.meta.get("val"))
 
 
 def has_symbolic_sizes(graph: fx.Graph) -> bool:
-    """Tell whether a joint graph has symbolic numbers or shapes, even if these can have one value only."""
+    """Tell whether a joint graph has symbolic numbers or shapes, even if only one value is possible."""
     tensors = (tensor for node in graph.nodes for tensor in tensors_of(node) if tensor is not None)
     return any(map(is_size_node, graph.nodes)) or any(map(is_symbolic, tensors))
 
@@ -71,14 +72,14 @@ def same_size(one: Any, other: Any) -> bool:
 
 
 class Numbers:
-    """The values of symbolic numbers for given sizes of the inputs."""
+    """A function from symbolic numbers to their values at particular input sizes."""
 
     def __init__(self, symbols: Sequence[sympy.Expr], dims: Sequence[int]) -> None:
-        """Give values to symbols.
+        """Assign values to symbols.
 
         Args:
             symbols: the expression of each symbolic input: a symbol, or an expression of other inputs' symbols.
-            dims: the value of each.
+            dims: the value of each symbolic input.
         """
         import sympy
 
@@ -87,7 +88,8 @@ class Numbers:
         self._known: dict[sympy.Expr, Any] = {}
 
     def __call__(self, value: Any) -> Any:
-        """Return the int, float or bool of a symbolic number; anything else, or what depends on data, unchanged."""
+        """Return the int, float or bool of a symbolic number; return other values, and data-dependent ones, unchanged.
+        """
         if not self.knows(value):
             return value
         for symbolic, kind in ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)):
@@ -98,7 +100,7 @@ class Numbers:
     def of(self, size: Size) -> Any:
         """Return the value of an expression, or of the number that a node computes.
 
-        Floats are computed node by node, as the model does: an expression would combine factors, and round differently.
+        Floats are computed node by node, as in the model, since simplified expressions would round differently.
         """
         if not isinstance(size, fx.Node):
             return int(self._value(size))
@@ -110,11 +112,11 @@ class Numbers:
         return float(target(*args, **kwargs))
 
     def holds(self, guard: sympy.Basic) -> bool:
-        """Tell whether a guard (a comparison of sizes) is true; True too if these sizes do not determine it."""
+        """Tell whether a guard (a comparison of sizes) is true, or undetermined by these sizes."""
         return bool(guard.xreplace(self._given) != False)  # noqa: E712 - an undetermined guard is no `False`
 
     def knows(self, symbol: Any) -> bool:
-        """Tell whether the sizes of the inputs determine a number."""
+        """Tell whether a number is determined by the sizes of the inputs."""
         return not isinstance(symbol, SYMBOLS) or bool(expression_of(symbol).free_symbols <= self._given.keys())
 
     def _value(self, expression: sympy.Expr) -> Any:
@@ -124,20 +126,20 @@ class Numbers:
 
 
 class SymbolicGraph:
-    """A joint graph whose sizes depend on symbolic numbers, which are inputs.
+    """A joint graph that takes symbolic sizes as inputs.
 
     Attributes:
         module: the graph.
-        primals: its placeholders, without tangents.
-        places: positions of the symbolic numbers among the primals.
-        inputs: the placeholders at these positions.
+        primals: its placeholders, without those of incoming gradients.
+        places: indices of the symbolic numbers among the primals.
+        inputs: the placeholders of these symbolic numbers.
         symbols: the expression of each of them.
     """
 
     def __init__(self, module: fx.GraphModule, forward_outputs: int) -> None:
         """Read the placeholders of a joint graph whose first `forward_outputs` outputs are the forward's.
 
-        Raises `NotSymbolic` for a graph with effects, or a symbolic input that is no integer.
+        Raises `NotSymbolic` for a graph with side effects, or a symbolic input that is not an integer.
         """
         self.module = module
         self._forward_outputs = forward_outputs
@@ -154,7 +156,7 @@ class SymbolicGraph:
 
     @cached_property
     def shaping(self) -> tuple[int, ...]:
-        """Indices of the symbolic inputs on which the shape, strides or storage of a tensor depend, in `symbols`."""
+        """Indices in `symbols` of the symbolic inputs on which the shape, strides or storage of some tensor depend."""
         tensors = [t for node in self.module.graph.nodes for t in tensors_of(node) if t is not None]
         of_tensor = [(*t.shape, *t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in tensors]
         numbers = (number for several in of_tensor for number in several)
@@ -163,7 +165,7 @@ class SymbolicGraph:
 
     @property
     def dims(self) -> Dims:
-        """The sizes of the call that the graph was captured from."""
+        """The symbolic sizes of the call that the graph was captured from."""
         return tuple(size_now(node.meta["val"]) for node in self.inputs)
 
     def now(self) -> Captured:
@@ -175,7 +177,8 @@ class SymbolicGraph:
         return Numbers(self.symbols, dims)
 
     def serves(self, dims: Dims) -> bool:
-        """Tell whether calls of these sizes take the captured path through the model, by the recorded guards."""
+        """Tell whether the captured graph is valid for calls with these sizes, which must satisfy the recorded guards.
+        """
         numbers = self.numbers(dims)
         fixed = all(symbol == dim for symbol, dim in zip(self.symbols, dims, strict=True) if symbol.is_Integer)
         noted = guards_of(self.inputs[0].meta["val"]) if self.inputs else []
@@ -187,7 +190,7 @@ class SymbolicGraph:
         Raises:
             NotSymbolic: a value is sparse, so that its size is not known from its shape.
         """
-        with real_tensors():  # a partition function runs among fake tensors
+        with real_tensors():  # needed since partition functions are called within a fake tensor mode
             return read_joint(graph_module(self.module, self._graph_at(dims)), self._forward_outputs)
 
     def _graph_at(self, dims: Dims) -> fx.Graph:
@@ -212,7 +215,7 @@ class SymbolicGraph:
         return graph
 
     def as_captured(self, joint: Captured) -> Captured:
-        """Return a result of `at` with the nodes of this graph, and None as the gradient of each symbolic input."""
+        """Return `joint`, a result of `at`, with the nodes of this symbolic graph; symbolic inputs have no gradient."""
         by_name: dict[str, fx.Node] = {node.name: node for node in self.module.graph.nodes}
 
         def back(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
@@ -232,7 +235,7 @@ class SymbolicGraph:
         )
 
     def _without_sizes(self, outputs: Any) -> list[Any]:
-        """Return the outputs of the graph, or their descriptions, without the gradients of symbolic numbers."""
+        """Return the graph's outputs (or their descriptions) without those that are gradients of symbolic numbers."""
         returned, places = outputs[self._forward_outputs :], set(self.places)
         gradients = [output for place, output in enumerate(returned) if place not in places]
         return [*outputs[: self._forward_outputs], *gradients]
@@ -243,7 +246,7 @@ class SymbolicGraph:
 
 
 class _Concrete:
-    """A conversion of fake tensors to concrete sizes; tensors that shared a storage share one again."""
+    """Converts fake tensors to concrete sizes; tensors that shared a storage share one afterwards, too."""
 
     def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers
@@ -265,7 +268,8 @@ class _Concrete:
         offset, whole = number(value.storage_offset()), value.untyped_storage().nbytes()
         last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         least = value.element_size() * (last + 1) if all(shape) else 0
-        size = number(whole) if number.knows(whole) else least  # a view of a storage of unknown size
+        # the storage's size is unknown for views of storages whose size depends on data
+        size = number(whole) if number.knows(whole) else least
         known = self._storages.setdefault(storage, torch.empty(0, device="meta").untyped_storage())
         if known.nbytes() < size:
             known.resize_(size)

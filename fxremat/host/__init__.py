@@ -1,1 +1,1 @@
-"""Host tiers, to which the device's tensors are copied: `tier` is the interface, `files` and `pinned` implement it."""
+"""Storage on the host for tensors of the device: `tier` is the interface, `files` and `pinned` implement it."""

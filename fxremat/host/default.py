@@ -1,4 +1,4 @@
-"""The host tier that is used if none is named."""
+"""The host tier (storage for offloaded tensors) that is used if the user names none."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _default: dict[type[HostTier], HostTier] = {}
 
 
 def default_tier(device: torch.device) -> HostTier:
-    """Return this process's default tier for a device: pinned memory if the device has it, else files.
+    """Return this process's default storage for offloaded tensors: pinned memory if the device has it, else files.
 
-    If the default tier was closed, a new one takes its place.
+    If the default tier was closed, it is replaced by a new one.
     """
     make = PinnedTier if kind_of(device).can(Ability.PINNED, Ability.STREAMS) else FileTier
     tier = _default.get(make)

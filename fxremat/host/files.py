@@ -1,4 +1,4 @@
-"""A host tier in unnamed memory-mapped files, with one thread for each direction of copying."""
+"""Host storage for offloaded tensors in unnamed memory-mapped files, with one copying thread for each direction."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from fxremat.errors import FxrematError
 from fxremat.host.pool import FilePool
 from fxremat.host.tier import HostTier, span_of
 
-MANY = 256  # remembered copies of one direction, above which those that have succeeded are forgotten
-CHUNK = 1 << 20  # bytes that a copy of limited speed moves between two looks at the clock
+MANY = 256  # finished copies are removed from the list of copies when the list has this many
+CHUNK = 1 << 20  # bytes copied between two checks of the time, if the speed is limited
 
 
 class Copied(NamedTuple):
     """A copy that has ended."""
 
-    way: str  # "out" or "in"
-    start: int  # nanoseconds since the epoch
+    way: str  # "out" (to the host) or "in"
+    start: int  # start of the copy in nanoseconds since the epoch
     end: int
     bytes: int
 
 
 class FileTier(HostTier):
-    """Host memory as memory-mapped files that have no name, so that a crash leaves none behind.
+    """Host storage in memory-mapped files without a name, which disappear even after a crash.
 
     Args:
         folder: a folder on the disk to use. None: the system's folder for temporary files.
@@ -55,7 +55,7 @@ class FileTier(HostTier):
                 )
         self.folder = None if folder is None else Path(folder)
         self.to_host, self.from_host = to_host, from_host
-        self.copies: list[Copied] | None = None  # set it to a list to record every copy there
+        self.copies: list[Copied] | None = None  # if set to a list, every copy is appended to it
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -70,24 +70,24 @@ class FileTier(HostTier):
 
     @property
     def description(self) -> str:
-        """Text with the folder and the limits of speed, which is equal for tiers of equal speed."""
+        """Text with the folder and the speed limits; tiers with equal texts are equally fast."""
         return f"files in {self.folder or tempfile.gettempdir()} at {self.to_host}, {self.from_host} bytes/s"
 
     @property
     def bytes(self) -> int:
-        """The bytes of all files, those in use and those kept for later tensors."""
+        """Total bytes of all files, whether in use or kept for later tensors."""
         return self._pool.bytes
 
     def __reduce__(self) -> Any:
         return _file_tier, (self.folder, self.to_host, self.from_host)
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the same layout in a file."""
+        """Return a new tensor with the same layout, stored in a file."""
         self._check_open()
         return self._pool.take(tensor)
 
     def store(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
-        """Begin to copy a tensor into `host`, a tensor in a file."""
+        """Begin to copy a tensor into `host`, which is stored in a file."""
         self._check_owns(host)
         self._lanes["out"].copy(tensor, host, host.data_ptr(), self.copies)
 
@@ -110,7 +110,7 @@ class FileTier(HostTier):
         """Do nothing: `release` has waited already."""
 
     def _check_owns(self, host: torch.Tensor) -> None:
-        """Raise `FxrematError` for a file of the parent of a forked process, which goes on to use that file."""
+        """Raise `FxrematError` for a file that belongs to the parent of a forked process, which still uses it."""
         self._check_open()
         if not self._pool.owns(host):
             raise FxrematError(
@@ -123,9 +123,9 @@ def _file_tier(folder: Path | None, to_host: float | None, from_host: float | No
 
 
 class _ThreadLane:
-    """The copies in one direction, to the files or from them.
+    """The thread that copies in one direction, to the files or from them.
 
-    They run one after the other on a thread of their own, which keeps source and target alive until a copy has ended.
+    Copies run one after the other; source and target are kept alive until the copy has ended.
     """
 
     def __init__(self, way: str, speed: float | None) -> None:
@@ -138,7 +138,8 @@ class _ThreadLane:
         with self._lock:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"fxremat-{self.way}")
-            if len(self._under_way) >= MANY:  # mostly copies of failed steps, for which nobody will wait
+            # most of the remaining copies are of failed steps, and nobody waits for them
+            if len(self._under_way) >= MANY:
                 self._under_way = {k: f for k, f in self._under_way.items() if not _succeeded(f)}
             issued = _issued(source, target)
             self._under_way[key] = self._thread.submit(self._copy, source, target, notes, issued)
@@ -148,12 +149,13 @@ class _ThreadLane:
     ) -> None:
         start = time.time_ns()
         with _after(issued):
-            _copy(source, target.data, self.speed)  # .data: autograd may have saved it, and must see no change
+            # `.data` hides the change from autograd, which may have saved the tensor
+            _copy(source, target.data, self.speed)
         if notes is not None:
             notes.append(Copied(self.way, start, time.time_ns(), target.nbytes))
 
     def finish(self, key: int) -> None:
-        """Wait for the latest copy under a key: an address on the host. Raises the error of the copy, if it failed."""
+        """Wait for the latest copy with this key, an address on the host. Raises the copy's error, if it failed."""
         with self._lock:
             copying = self._under_way.pop(key, None)
         if copying is not None:
@@ -166,9 +168,9 @@ class _ThreadLane:
 
 
 def _issued(*tensors: torch.Tensor) -> torch.Event | None:
-    """Return an event that passes when all work so far on the current stream has run.
+    """Return an event for the end of all work submitted so far to the current stream.
 
-    None if no tensor is on a device with streams; then that work has already run.
+    None if no tensor is on a device with streams; then that work has already been done.
     """
     for tensor in tensors:
         kind = kind_of(tensor.device)
@@ -182,10 +184,10 @@ def _issued(*tensors: torch.Tensor) -> torch.Event | None:
 
 @contextlib.contextmanager
 def _after(issued: torch.Event | None) -> Iterator[None]:
-    """Run copies, inside this context, on a stream that waits for the event; at the end wait for that stream.
+    """Within this context, run copies on a stream that waits for the event; at the end wait for that stream.
 
     Args:
-        issued: None: copy without a stream.
+        issued: the event; None: copy without a stream.
     """
     if issued is None:
         yield
@@ -214,7 +216,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor, speed: float | None) -> No
 
 
 def _chunks(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of equal pieces of the memory of two tensors of one layout, each of `CHUNK` bytes at most."""
+    """Yield pairs of corresponding pieces, of at most `CHUNK` bytes, of two tensors with the same layout."""
     pieces = (
         t.as_strided((span_of(t),), (1,)).split(max(1, CHUNK // source.element_size()))
         for t in (source, target)

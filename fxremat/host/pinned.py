@@ -1,4 +1,5 @@
-"""A host tier in pinned memory, for accelerators: copies run on a stream of their own for each direction and device."""
+"""Host storage for offloaded tensors in pinned memory, for accelerators, with a stream for each direction and device.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ from fxremat.units import format_bytes
 
 
 class PinnedTier(HostTier):
-    """Pinned host memory, to and from which side streams of a tensor's device copy.
+    """Pinned host memory, to and from which side streams of a device copy tensors.
 
-    A tensor that leaves is held until `release`, which makes the compute stream wait for the copy's event: whatever the
-    caching allocator gives that memory to next runs on the compute stream, so after the copy. A tensor that comes back
-    is allocated on the compute stream, and the side stream waits for what ran there before, which may have used that
-    memory last. So no `record_stream` is needed, and no block is kept from reuse longer than the plan says. Pinned
-    memory is torch's, which allocates a power of two bytes for each tensor, and keeps it for the next pinned tensor.
+    A tensor that is offloaded is kept alive until `release`, which makes the compute stream wait for the end of
+    the copy. Whatever tensor the caching allocator places in its memory next is used on the compute stream, and
+    therefore after the copy. A tensor that is copied back is allocated on the compute stream, and the side
+    stream waits for what ran there before, which may have used that memory. So no `record_stream` is needed,
+    and no block is kept from reuse longer than the plan says. Pinned memory comes from torch, which allocates a
+    power of two bytes for each tensor, and caches it for the next.
     """
 
     in_powers = True
@@ -44,20 +46,21 @@ class PinnedTier(HostTier):
 
     @property
     def description(self) -> str:
-        """Text that is equal for tiers of equal speed: a constant, as pinned memory has one speed on each device."""
+        """A constant text, since pinned memory has one speed on each device; tiers with equal texts are equally fast.
+        """
         return "pinned memory"
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the same layout in pinned memory."""
+        """Return a new tensor with the same layout in pinned memory."""
         self._check_open()
         return _pinned_like(tensor)
 
     def store(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
-        """Begin to copy a tensor into `host`, a tensor in pinned memory."""
+        """Begin to copy a tensor into `host`, which is in pinned memory."""
         self._lane("out", tensor.device).copy(tensor, host, host.data_ptr())
 
     def release(self, host: torch.Tensor) -> None:
-        """Let the compute stream wait until a tensor has been copied to the host."""
+        """Make the compute stream wait until a tensor has been copied to the host."""
         self._finish("out", host)
 
     def prefetch(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -67,11 +70,14 @@ class PinnedTier(HostTier):
         return back
 
     def wait(self, host: torch.Tensor) -> None:
-        """Let the compute stream wait until a tensor has been copied back from the host."""
+        """Make the compute stream wait until a tensor has been copied back from the host."""
         self._finish("in", host)
 
     def synchronize(self) -> None:
-        """Block until all copies to the host have ended: `release` makes only the compute stream wait for them."""
+        """Block until all copies to the host have ended.
+
+        `release` only makes the compute stream wait for a copy.
+        """
         for lane in self._lanes_of("out"):
             lane.synchronize()
 
@@ -92,26 +98,27 @@ class PinnedTier(HostTier):
 
 
 class _Copying(NamedTuple):
-    """A copy that may still run, and the memory that it reads and writes."""
+    """A copy that may still be running, with the tensors that it reads and writes."""
 
     key: int
     source: torch.Tensor
     target: torch.Tensor
-    event: torch.Event  # passes when the copy has ended
+    event: torch.Event  # recorded at the end of the copy
 
 
 class _StreamLane:
-    """The copies in one direction on one device, which run one after the other on a stream of their own.
+    """The stream that copies in one direction on one device.
 
-    Source and target are held until the copy is waited for or, after an exception, until it is seen to have ended.
-    There are many copies, so `with stream` is used, which costs little time in Python.
+    Copies run one after the other. Source and target are kept alive until the copy is waited for or, after an
+    exception, until it has ended. `with stream` is used since it has little overhead in Python, and there are
+    many copies.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._kind = device, kind_of(device)
         self.stream = self._kind.stream(device)
-        self._under_way: dict[int, _Copying] = {}  # by number, in the order in which they end
-        self._latest: dict[int, int] = {}  # key, the address on the host -> number of its latest copy
+        self._under_way: dict[int, _Copying] = {}  # number of a copy -> copy, in the order in which they end
+        self._latest: dict[int, int] = {}  # address on the host -> number of its latest copy
         self._number = count()
         self._lock = threading.RLock()
 
@@ -121,17 +128,19 @@ class _StreamLane:
         event = self._kind.event(self._device)
         try:
             with self.stream:
-                target.data.copy_(source, non_blocking=True)  # .data: autograd may have saved it
+                # `.data` hides the change from autograd, which may have saved the tensor
+                target.data.copy_(source, non_blocking=True)
                 event.record(self.stream)
         except BaseException:
-            self.stream.synchronize()  # since the caller will drop both tensors
+            # the caller will drop its references to both tensors, so the copy must have ended
+            self.stream.synchronize()
             raise
         with self._lock:
             self._latest[key] = number = next(self._number)
             self._under_way[number] = _Copying(key, source, target, event)
 
     def finish(self, key: int) -> None:
-        """Let the device's compute stream wait for the latest copy under a key, if that may still run."""
+        """Make the device's compute stream wait for the latest copy with this key, if it may still be running."""
         with self._lock:
             number = self._latest.pop(key, None)
             copying = None if number is None else self._under_way.pop(number, None)
@@ -144,7 +153,7 @@ class _StreamLane:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Drop references to copies that have ended without anyone waiting for them."""
+        """Drop references to copies that have ended without being waited for."""
         with self._lock:
             for number, copying in list(self._under_way.items()):
                 if not copying.event.query():
@@ -158,7 +167,8 @@ def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     try:
         flat = kind_of(tensor.device).pinned(span_of(tensor), tensor.dtype, tensor.device)
     except RuntimeError as error:
-        if "memory" not in str(error):  # an assertion on the device, which the next call reports
+        # any other error is an assertion on the device, which the next call reports again
+        if "memory" not in str(error):
             raise
         raise FxrematError(
             f"the host has no {format_bytes(span_bytes(tensor))} of pinned memory left; limit what is offloaded with "

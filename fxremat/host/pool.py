@@ -1,4 +1,4 @@
-"""A pool of unnamed memory-mapped files, each of which holds one tensor after another."""
+"""A pool of unnamed memory-mapped files, which are reused for tensors of the same size."""
 
 from __future__ import annotations
 
@@ -18,42 +18,46 @@ from fxremat.errors import FxrematError
 from fxremat.host.tier import span_bytes
 from fxremat.units import format_bytes
 
-WINDOW = 1000  # a pool keeps as much memory as was in use at a time during the last one to two thousand requests
+# number of requests in a window; the pool keeps the largest bytes in use within the last one or two windows
+WINDOW = 1000
 
 
 class FilePool:
-    """Memory-mapped files by size; each returns to the pool when the last tensor on it is gone.
+    """Memory-mapped files that return to the pool when the tensor stored in them is gone.
 
-    The pool keeps no more bytes than tensors of the last steps occupied at a time: if a new file would exceed that, the
-    files that have waited longest are freed.
+    The pool keeps no more bytes than the tensors of the latest steps occupied at a time: if a new file would
+    exceed that, the files that have been unused longest are freed.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self.used = 0  # bytes of files on which tensors exist
-        self._lock = threading.RLock()  # reentrant: garbage collection may run other code at any place
-        self._returned: deque[tuple[int, int, mmap.mmap]] = deque()  # by finalizers, which take no lock
-        self._waiting: OrderedDict[int, tuple[int, mmap.mmap]] = OrderedDict()  # by number, longest wait first
-        self._by_size: dict[int, list[int]] = {}  # numbers of the files that wait
+        self.used = 0  # bytes of files that store a tensor
+        self._lock = threading.RLock()  # reentrant, since garbage collection may run finalizers at any point
+        # files whose tensor is gone; finalizers append to it without taking the lock
+        self._returned: deque[tuple[int, int, mmap.mmap]] = deque()
+        # number -> unused file, longest unused first
+        self._waiting: OrderedDict[int, tuple[int, mmap.mmap]] = OrderedDict()
+        self._by_size: dict[int, list[int]] = {}  # size -> numbers of the unused files
         self._number = count()
-        self._idle = 0  # bytes of the files that wait
-        self._shown: set[int] = set()  # addresses of files on which tensors exist
-        self._most = [0, 0]  # most bytes in use at a time: in the last window of requests, and in this one
-        self._taken = 0  # requests in this window
+        self._idle = 0  # bytes of the unused files
+        self._shown: set[int] = set()  # addresses of the files that store a tensor
+        self._most = [0, 0]  # largest bytes in use at a time, in the last window of requests and in the current one
+        self._taken = 0  # number of requests in the current window
 
     @property
     def bytes(self) -> int:
-        """The bytes of all files, those in use and those that wait for a tensor."""
+        """Total bytes of all files, whether in use or not."""
         with self._lock:
             self._collect()
             return self.used + self._idle
 
     def owns(self, host: torch.Tensor) -> bool:
-        """Tell whether a tensor lies in one of this pool's files."""
+        """Tell whether a tensor is stored in one of this pool's files."""
         return host.numel() == 0 or host.data_ptr() in self._shown
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a new tensor in a file, with the layout of `like`. Raises `FxrematError` if there is no room."""
+        """Return a new tensor, stored in a file, with the layout of `like`. Raises `FxrematError` if the disk is full.
+        """
         size = span_bytes(like)
         if size == 0:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
@@ -70,7 +74,7 @@ class FilePool:
         return torch.frombuffer(owner, dtype=like.dtype).as_strided(like.shape, like.stride())
 
     def shrink(self, most: int) -> None:
-        """Free waiting files until all files have at most `most` bytes, or none waits."""
+        """Free unused files until all files together have at most `most` bytes, or none is unused."""
         with self._lock:
             self._collect()
             while self._waiting and self.used + self._idle > most:
@@ -79,7 +83,7 @@ class FilePool:
                 self._idle -= size
 
     def _collect(self) -> None:
-        """Move files whose tensors are gone to the files that wait."""
+        """Add files whose tensors are gone to the unused ones."""
         while self._returned:
             size, address, memory = self._returned.popleft()
             self._shown.discard(address)
@@ -106,11 +110,12 @@ class FilePool:
     def _new(self, size: int) -> mmap.mmap:
         self.shrink(max(0, max(*self._most, self.used + size) - size))
         try:
-            with tempfile.TemporaryFile(dir=self.folder) as file:  # it has no name, or loses it at once
+            # the temporary file has no name, or loses it immediately
+            with tempfile.TemporaryFile(dir=self.folder) as file:
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(
                         file.fileno(), 0, size
-                    )  # a full disk raises now, not by a SIGBUS later
+                    )  # allocates the disk space now, so that a full disk raises an error here instead of SIGBUS later
                 else:
                     file.truncate(size)
                 return mmap.mmap(file.fileno(), size)

@@ -1,19 +1,19 @@
-"""The host tier: the place to which tensors are copied from the device, and from which they come back.
+"""The interface for storage on the host, to which tensors are copied from the device, and from which they come back.
 
-    host = tier.offload(x)          the copy out begins; x must stay unchanged
-           tier.release(host)       the copy out has ended: the memory of x may be freed
-    back = tier.prefetch(host, d)   memory on device d is allocated, and the copy back begins
-           tier.wait(host)          the copy back has ended: back may be read
+    host = tier.offload(x)          begins the copy to the host; x must stay unchanged
+           tier.release(host)       that copy has ended: the memory of x may be freed
+    back = tier.prefetch(host, d)   allocates memory on device d, and begins the copy back
+           tier.wait(host)          that copy has ended: back may be read
 
-`host` is a CPU tensor of x's layout whose memory does not come from an allocator of torch, or a pinned one. It owns its
-memory: autograd keeps the tensor between forward and backward, and whatever happens there (an exception, a backward
-that never runs, two forwards in a row), its memory returns to the pool when the tensor is gone.
+`host` is a CPU tensor with the layout of x, whose memory does not come from torch's CPU allocator. It owns its
+memory: autograd keeps the tensor between forward and backward, and whatever happens (an exception, a backward
+that never runs, two forwards in a row), the memory returns to the pool when the tensor is gone.
 
-    PinnedTier   for accelerators: pinned memory, one side stream a direction and device; torch's allocator is the pool
-    FileTier     for any device: memory-mapped files without a name, one thread a direction
+    PinnedTier   for accelerators: pinned memory, pooled by torch, and a side stream for each direction and device
+    FileTier     for any device: memory-mapped files without a name, and a thread for each direction
 
-The copies of one direction run in order, and their sources and targets are held until they have ended: an exception
-between `prefetch` and `wait` frees no memory that is still being written.
+The copies of one direction run in order, and their sources and targets are kept alive until they have ended: an
+exception between `prefetch` and `wait` frees no memory that is still being written.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from fxremat.errors import FxrematError
 
 
 class HostTier(ABC):
-    """A place for tensors outside of the device. Graphs name tiers by `name`.
+    """Storage for tensors outside of the device. Generated graphs refer to it by `name`.
 
-    A tier is a context manager, and `close` ends it: tensors on the host stay readable, and no more are copied.
+    A tier is a context manager, and `close` ends it: tensors on the host stay readable, but nothing more can be
+    copied.
     """
 
-    in_powers = False  # True: each tensor occupies a power of two bytes on the host
+    in_powers = False  # True if each tensor occupies a power of two bytes on the host
 
     def __init__(self) -> None:
         self.name = f"{type(self).__name__}-{next(_numbers)}"
@@ -44,7 +45,7 @@ class HostTier(ABC):
 
     @abstractmethod
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return memory on the host for a tensor of this layout. Raises `FxrematError` if there is none left."""
+        """Return an uninitialized host tensor with this tensor's layout. Raises `FxrematError` if no memory is left."""
 
     @abstractmethod
     def store(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
@@ -60,8 +61,8 @@ class HostTier(ABC):
     def release(self, host: torch.Tensor) -> None:
         """Wait until the copy to `host` has ended, so that the tensor's memory on the device may be freed.
 
-        On a device with streams the compute stream may wait in place of the caller. Raises the error of the copy, if it
-        failed.
+        On a device with streams, the compute stream may wait instead of the caller. Raises the copy's error, if
+        it failed.
         """
 
     @abstractmethod
@@ -74,12 +75,12 @@ class HostTier(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all released tensors are on the host, before code that reads them there."""
+        """Wait until all released tensors have arrived on the host, before code on the host reads them."""
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """Text that is equal for tiers of equal speed."""
+        """Text that identifies how fast copies are: tiers with equal texts are equally fast."""
 
     def close(self) -> None:
         """Wait for unfinished copies, and free threads and unused memory. Closing again does nothing."""
@@ -95,11 +96,11 @@ class HostTier(ABC):
 
     @abstractmethod
     def _end(self) -> None:
-        """Wait for copies, and free threads and unused memory: what `close` does the first time."""
+        """Wait for copies, and free threads and unused memory; called by the first `close`."""
 
     @abstractmethod
     def _begin_anew(self) -> None:
-        """Make new threads, locks and memory in a forked child, which has none of its parent's."""
+        """Create new threads, locks and memory in a forked child, since it does not inherit those of its parent."""
 
     def _check_open(self) -> None:
         if self.closed:
@@ -113,7 +114,7 @@ _tiers: weakref.WeakValueDictionary[str, HostTier] = weakref.WeakValueDictionary
 
 
 def tier_named(name: str) -> HostTier:
-    """Return the tier of this name. Raises `FxrematError` if it is gone."""
+    """Return the host tier with this name. Raises `FxrematError` if it does not exist any more."""
     tier = _tiers.get(name)
     if tier is None:
         raise FxrematError(f"the host tier {name} is gone; keep the module that fxremat.compile returned")
@@ -121,7 +122,7 @@ def tier_named(name: str) -> HostTier:
 
 
 def _forked() -> None:
-    """Give all tiers new threads, locks and memory, in a forked child, where no other thread changes `_tiers`."""
+    """In a forked child process, reset all tiers; no other thread can change `_tiers` there."""
     for reference in _tiers.valuerefs():
         if (tier := reference()) is not None:
             tier._begin_anew()
@@ -132,12 +133,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def span_of(tensor: torch.Tensor) -> int:
-    """Return the number of elements in memory from the first to the last of a tensor, gaps between them included."""
+    """Return the number of elements in memory from a tensor's first to its last, including gaps."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that a copy of a tensor needs in the same layout, gaps between elements included."""
+    """Return the bytes of a copy of a tensor in the same layout, including gaps between elements."""
     return span_of(tensor) * tensor.element_size()

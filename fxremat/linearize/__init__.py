@@ -1,1 +1,1 @@
-"""From a step graph to a chain of blocks, in steps: crossings, cuts, blocks, save sets and towers."""
+"""Turn a step graph into a chain of blocks: find values that cross positions, cut, and find what blocks can save."""

@@ -1,14 +1,15 @@
-"""A layout and its costs as a Chain: the sizes, times and scratches that the solvers plan with.
+"""Turn a step graph that is cut into blocks, with the costs of its ops, into a Chain that solvers can plan.
 
-Every scratch is read off an exact replay of the block alone (`step.liveness`): the most that the block allocates,
-beyond what the chain model already counts while that operation runs.
+The scratch of a block's operation is the most memory that it allocates beyond what the chain model already
+counts while the operation runs. It is measured by an exact replay of the block by itself (`step.liveness`). The
+model counts
 
     F      a_l (or A_l[o]) + scratch          B      A_l[o] + a_{l-1} + d_l, then d_{l-1} + scratch
 
-a_l is the output of block l, A_l[o] what its option o saves for its backward, d_l the gradient of a_l.
-
-Values that cross many boundaries are counted once for each phase, in `held_bytes`: carried values until their last
-reader, gradients that no op of a block reads but that outlive it, the model's outputs.
+where a_l is the output of block l, A_l[o] what its option o saves for its backward, d_l the gradient of a_l.
+Values that cross many boundaries are counted once for each block and phase, in `held_bytes`: values kept until
+their last reader whatever the plan, gradients that outlive a block whose ops do not read them, and the model's
+outputs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fxremat.step.step_graph import Origin, StepGraph
 
 
 def chain_of(layout: Layout, costs: Costs) -> Chain:
-    """Return the chain of a layout. O(blocks * options * ops of a block)."""
+    """Return the chain for a layout: sizes and times of its blocks. O(blocks * options * ops of a block)."""
     return _Builder(layout, costs).chain()
 
 
@@ -46,12 +47,15 @@ class _Builder:
 
     @cached_property
     def block_of(self) -> dict[int, int]:
-        """The block of every backward op."""
+        """Index of a backward op -> index of the block that it belongs to."""
         return {op: number for number, block in enumerate(self.layout.blocks) for op in block.backward}
 
     @cached_property
     def gradients(self) -> dict[int, tuple[int, int]]:
-        """Gradient -> (block that makes it, last block that reads it), if another block reads it; not returned ones."""
+        """Gradient -> (block that computes it, last block that reads it), for gradients that another block reads.
+
+        Gradients that the step returns are left out.
+        """
         last: dict[int, int] = {}
         for op in self.graph.backward_ops:
             for value in op.reads:
@@ -69,21 +73,25 @@ class _Builder:
         return sum(self.costs.sizes.values[value] for value in values)
 
     def _entering(self, block: int) -> set[int]:
-        """Return d_l, the gradient of a block's output: values that the next block's backward makes for this one alone.
-        """
+        """Return d_l, the gradient of a block's output: values that the next block's backward computes for it alone."""
         return {v for v, (made, read) in self.gradients.items() if made == block + 1 and read == block}
 
     def _held(self, block: int) -> int:
-        """Return the bytes alive during a block's backward that no other size counts: held values, other gradients."""
+        """Return the bytes alive during a block's backward that no other size counts.
+
+        They are values that every plan keeps until their last use, and gradients that wait for other blocks.
+        """
         passing = {v for v, (made, read) in self.gradients.items() if read <= block < made}
         alive = {value for value in self.layout.held if self._first_reader[value] <= block}
-        last = block == len(self.layout.blocks) - 1  # the last block's backward counts them as scratch
+        # weight gradients count as scratch memory of the last block's backward
+        last = block == len(self.layout.blocks) - 1
         tangents = {t for t, reader in self._tangents.items() if reader <= block and not last}
         return self._size(passing - self._entering(block)) + self._size(alive) + self._size(tangents)
 
     @cached_property
     def _tangents(self) -> dict[int, int]:
-        """Gradient that the caller hands in (tangent) -> lowest block whose backward reads it; 0: it stays anyway."""
+        """Gradient that the caller passes in -> lowest block whose backward reads it; 0 if the caller keeps it alive.
+        """
         readers: dict[int, int] = {}
         for op in self.graph.backward_ops:
             for value in op.reads:
@@ -93,7 +101,10 @@ class _Builder:
 
     @cached_property
     def _first_reader(self) -> dict[int, int]:
-        """The lowest block that reads each held value, which is freed when that block's backward is done."""
+        """For each value that every plan keeps until its last use (a held value), the lowest block that reads it.
+
+        The value is freed after that block's backward.
+        """
         first = dict.fromkeys(self.layout.held, len(self.layout.blocks))
         for number, block in enumerate(self.layout.blocks):
             for index in (*block.forward, *block.backward):
@@ -127,7 +138,7 @@ class _Builder:
 
     @cached_property
     def _primals(self) -> dict[int, int]:
-        """Bytes of each primal: parameters, buffers and inputs of the step."""
+        """Value -> bytes, for parameters, buffers and inputs of the step."""
         return {v.index: v.bytes for v in self.graph.values if v.origin is Origin.PRIMAL}
 
     def _option(self, number: int, option: int) -> Option:
@@ -144,7 +155,10 @@ class _Builder:
 
     @cached_property
     def _sizes(self) -> Sizes:
-        """The sizes to replay a block by itself: held values take 0 bytes, since `held_bytes` counts them already."""
+        """Sizes for simulating one block alone.
+
+        Values that every plan keeps count as 0 bytes, as they are counted elsewhere.
+        """
         values = list(self.costs.sizes.values)
         for value in self.layout.held:
             values[value] = 0
@@ -159,7 +173,7 @@ class _Builder:
         return replay
 
     def _forward(self, number: int, keep: Keep, option: int, kept: frozenset[int]) -> tuple[float, int]:
-        """Return the seconds of a block's forward, and the bytes at its worst moment beyond those of `kept`."""
+        """Return the seconds of a block's forward, and its peak in bytes besides the values in `kept`."""
         replay = self._replay(number)
         replay.forward(number, keep, option)
         program = replay.program()
@@ -167,7 +181,7 @@ class _Builder:
         return self.costs.time(program), max(0, max(memory.during, default=0) - self._size(kept))
 
     def _backward(self, number: int, option: int) -> tuple[float, int]:
-        """Return the seconds of a block's backward that starts from what an option saved, and its scratch in bytes."""
+        """Return the seconds of a block's backward from what a save option kept, and its scratch in bytes."""
         place = self.layout.blocks[number]
         replay = Replay(self.layout, ran=set(range(self.graph.forward_count)))
         stored = place.saved[option] | place.boundary | self.layout.boundary_before(number)
@@ -182,7 +196,7 @@ class _Builder:
         written = {value for index in place.backward for value in self.graph.ops[index].writes}
         stays = (written & self._leaving) | self.layout.boundary_before(
             number
-        )  # the input may be part of A_{l-1}
+        )  # the block's input may also be among the values saved for the block before
         memory = live_bytes(program, self._sizes, at_hand=at_hand, kept=stays)
         leaving = self._size(self._entering(number - 1)) if number else 0
         peak = max(memory.during, default=0)
@@ -193,7 +207,7 @@ class _Builder:
         return self.costs.time(program), max(0, peak - counted)
 
     def _returned_before(self, number: int) -> set[int]:
-        """Return the gradients that the step returns, that a later block's backward makes and this block's reads."""
+        """Return gradients of later blocks that the step returns and that this block's backward reads."""
         ops = [self.graph.ops[index] for index in self.layout.blocks[number].backward]
         read = {value for op in ops for value in op.reads}
         made = {value for op in ops for value in op.writes}

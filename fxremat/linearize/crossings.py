@@ -1,16 +1,17 @@
-"""Positions where the forward may be cut: those that few values, or few bytes, cross.
+"""Positions at which the forward may be cut into blocks: those that few values, or few bytes, cross.
 
-    crossing(p) = the values made by forward ops 0..p and read by forward ops after p, without anchors and primals
+    crossing(p) = the values made by forward ops 0..p and read by forward ops after p, without parameters, inputs and
+                  values that depend on nothing trained, such as masks
     cut         = a position with at most `width` crossing values that are not carried
     low point   = a position that fewer bytes cross than those around it
 
-Carrying a value (a UNet's skip, an encoder's output, the first tower's result) means keeping it from its forward to its
-backward: this costs a constant amount of memory and allows cuts for as long as it lives. A value that is not carried
-travels: it is part of every boundary that it crosses. Which is better depends on the budget, so there are several ways
-to cut, each with its set of carried values, and the planner evaluates the plans:
+Carrying a value (a UNet's skip, an encoder's output, the result of the first of two parallel branches) means
+keeping it from its forward to its backward: this costs a constant amount of memory and allows cuts for as long
+as the value lives. A value that is not carried is part of every boundary that it crosses. Which is better
+depends on the budget, so several ways to cut are tried, each with its set of carried values:
 
     one value at each cut, after carrying the 0, 1, 2, ... values that allow the most cuts          carry_levels
-    low points; values that cross many of them are carried, or travel                               low_cuts
+    low points; values that cross many of them are carried, or none are                             low_cuts
     all positions that no more than a few values cross                                              cuts(width=...)
 """
 
@@ -23,26 +24,27 @@ from itertools import groupby
 
 from fxremat.step.step_graph import StepGraph
 
-CARRY_AT_MOST = 8  # values
-LEAST_SPAN = 0.12  # the cuts that a carried value allows must span at least this share of the forward's seconds
-LEAST_CUTS = 5  # cuts that a carried value must allow: with fewer it is the input of a fork-join, not long-lived
-LONG_LIVED = (1, 4)  # values that cross more low points than this are carried
+CARRY_AT_MOST = 8  # maximum number of values that are kept from forward to backward so that the graph can be cut
+# a value is carried (kept from forward to backward) if the cuts it allows span this fraction of the forward's
+# seconds
+LEAST_SPAN = 0.12
+LEAST_CUTS = 5  # a value is carried (kept from forward to backward) if that allows at least this many cuts
+LONG_LIVED = (1, 4)  # values that cross more than this many low points (possible cuts) are carried; each is tried
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """The values that cross each position of the forward: made up to it, and read by forward ops after it."""
+    """The values that cross each position of the forward: computed before it, and read by forward ops after it."""
 
     at: tuple[frozenset[int], ...]
-    worth_keeping: frozenset[int]  # values that the backward reads too: only these make a good boundary
+    worth_keeping: frozenset[int]  # values that the backward reads too; only cuts that such values cross are useful
 
     def cuts(self, carried: frozenset[int] = frozenset(), width: int = 1) -> tuple[int, ...]:
-        """Return the positions (op numbers) that at most `width` values cross, besides carried ones: the cuts.
+        """Return the positions (op numbers) that at most `width` values cross, not counting the values `carried`.
 
-        Of successive positions that the same values cross, only the first is one.
-
-        There is no cut at a boundary that the backward does not read (a BatchNorm's output before its ReLU), since the
-        plan would save it for nothing.
+        Of successive positions that the same values cross, only the first is returned. Positions are left out
+        if the backward does not read the crossing values (a BatchNorm's output before its ReLU), since plans
+        would save them for nothing.
         """
         found: list[int] = []
         before: frozenset[int] | None = None
@@ -58,8 +60,8 @@ class Crossing:
     def low_points(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the positions that fewer bytes cross than the positions before and after.
 
-        Among neighbours that equally many bytes cross, it keeps those whose values the backward reads, one for each set
-        of values; the first if there are none.
+        Of neighbouring positions with equally many bytes, those are returned whose crossing values the backward
+        reads, one for each set of values; if there are none, the first position.
         """
         cost = [sum(sizes[value] for value in values) for values in self.at[:-1]]
         levels = [list(group) for _, group in groupby(range(len(cost)), key=cost.__getitem__)]
@@ -73,7 +75,10 @@ class Crossing:
         return tuple(found)
 
     def _distinct(self, positions: Sequence[int]) -> list[int]:
-        """Return the first position for each set of crossing values that the backward reads; else the first of all."""
+        """Return one position for each set of crossing values that the backward reads.
+
+        If there is none, the first position.
+        """
         first: dict[frozenset[int], int] = {}
         for position in positions:
             if self.at[position] <= self.worth_keeping:
@@ -82,9 +87,10 @@ class Crossing:
 
 
 def low_cuts(crossing: Crossing, sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], frozenset[int]]]:
-    """Yield ways to cut the forward at its low points, as (positions, carried values).
+    """Yield ways to cut the forward at its low points, as (positions, values to carry).
 
-    Values that cross more than a few low points are carried, kept from their forward to their backward; or none are.
+    Values that cross more than a few low points are carried, which means kept from their forward to their
+    backward; in the last way none are.
 
     Args:
         sizes: bytes of each value, by number.
@@ -97,12 +103,13 @@ def low_cuts(crossing: Crossing, sizes: Sequence[int]) -> Iterator[tuple[tuple[i
 
 
 def crossings(graph: StepGraph) -> Crossing:
-    """Return the crossing sets of all forward positions. O(ops * width)."""
+    """Return the values that cross each position of the forward. O(ops * width)."""
     last: dict[int, int] = {}
     for op in graph.forward_ops:
         for (
             value
-        ) in op.again_reads:  # running statistics that pass from one call of a layer to the next do not count
+            # `again_reads` omits running statistics, which one call of a layer passes to the next
+        ) in op.again_reads:
             last[value] = op.index
     live: set[int] = set()
     at: list[frozenset[int]] = []
@@ -116,10 +123,12 @@ def crossings(graph: StepGraph) -> Crossing:
 
 
 def carry_levels(graph: StepGraph, crossing: Crossing, work: Sequence[float]) -> Iterator[frozenset[int]]:
-    """Yield sets of values to carry: none, then with each further set the value that allows the most new cuts.
+    """Yield sets of values to carry (keep from forward to backward), starting with the empty set.
+
+    Each further set adds the value that allows the most new cuts.
 
     Args:
-        work: seconds of each forward op; a value is worth carrying if it opens cuts over enough of their sum.
+        work: seconds of each forward op; a value is carried only if it allows cuts over a large part of their sum.
     """
     carried: frozenset[int] = frozenset()
     yield carried
@@ -133,7 +142,8 @@ def carry_levels(graph: StepGraph, crossing: Crossing, work: Sequence[float]) ->
 
 
 def _gains(crossing: Crossing, carried: frozenset[int], work: Sequence[float]) -> dict[int, float]:
-    """Return, for each value worth carrying, the share of the forward's seconds over which carrying it allows cuts."""
+    """Return, for each value worth carrying, the fraction of the forward's seconds over which carrying it allows cuts.
+    """
     opened: dict[int, list[int]] = {}
     for position, values in enumerate(crossing.at[:-1]):
         left = values - carried

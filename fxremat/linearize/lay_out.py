@@ -1,4 +1,4 @@
-"""Cut a step graph into blocks and place every op of the backward in one of them: `lay_out`."""
+"""Cut a step graph into blocks and assign every op of the backward to one of them: `lay_out`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fxremat.step.step_graph import Origin, StepGraph, Value
 
 
 def lay_out(graph: StepGraph, ends: Sequence[int], carried: frozenset[int] = frozenset()) -> Layout:
-    """Cut the forward after the ops `ends` and after its last op, and place every op of the backward in a block.
+    """Cut the forward after the ops `ends` and after its last op, and assign every op of the backward to a block.
 
-    `carried` values are kept from their forward to their backward, so that no boundary has them.
-    Any positions make a valid layout: the values that cross them are the boundary. O(reads + blocks * values).
+    `carried` values are kept from their forward to their backward, so that no boundary contains them. Any
+    positions make a valid layout: the values that cross them are the boundary. O(reads + blocks * values).
     """
     ends = sorted({*ends, graph.forward_count - 1})
     forward = _forward_blocks(graph, ends)
@@ -26,11 +26,11 @@ def lay_out(graph: StepGraph, ends: Sequence[int], carried: frozenset[int] = fro
 
 @dataclass(frozen=True)
 class _Reach:
-    """The blocks in which each forward value is made and read."""
+    """The blocks in which each forward value is computed and read."""
 
     made: dict[int, int]
-    last_forward: dict[int, int]  # the last block whose forward reads it, or the one that makes it
-    backwards: dict[int, set[int]]  # the blocks whose backward reads it
+    last_forward: dict[int, int]  # value -> the last block whose forward reads it, or the block that computes it
+    backwards: dict[int, set[int]]  # value -> the blocks whose backward reads it
 
 
 def _reach(graph: StepGraph, forward: Sequence[int], backward: Mapping[int, int]) -> _Reach:
@@ -48,9 +48,9 @@ def _reach(graph: StepGraph, forward: Sequence[int], backward: Mapping[int, int]
 def _held(graph: StepGraph, reach: _Reach) -> frozenset[int]:
     """Return the values that are kept from their forward to their last use whatever the plan, and are in no boundary.
 
-    These are outputs; values that ops read only when they run for the first time; values that several blocks read and
-    that depend on no trained input (anchors, such as masks); and the rare value that is read by the backward of a block
-    which its forward never enters.
+    These are outputs; values that ops read only in their first execution; values that several blocks read and
+    that depend on no trained input, such as masks; and, rarely, values that the backward of a block reads
+    although they do not reach its forward.
     """
     held = (graph.kept_outputs | graph.returned) & reach.made.keys()
     held |= {v for op in graph.forward_ops for v in op.reads if v in reach.made and v not in op.again_reads}
@@ -102,11 +102,10 @@ def _forward_blocks(graph: StepGraph, ends: Sequence[int]) -> list[int]:
 
 
 def assign_backward(graph: StepGraph, block_of_op: Sequence[int], count: int) -> dict[int, int]:
-    """Assign every backward op to a block: that of the forward op with its `seq_nr`, as far as dataflow allows.
+    """Assign every backward op to a block: that of the forward op with its sequence number, as far as dataflow allows.
 
-    A backward op runs no earlier than the gradients it reads, and no later than the backward of the last block that
-    still stores the forward values it reads (their own block, or a block that they enter). Those that draw random
-    numbers keep their order.
+    A backward op must run after the ops that compute the gradients it reads, and while the forward values that
+    it reads are stored: in their own block, or in a block that reads them. Random ops keep their order.
     """
     by_sequence: dict[int, int] = {}
     last_reader: dict[int, int] = {}
@@ -118,7 +117,7 @@ def assign_backward(graph: StepGraph, block_of_op: Sequence[int], count: int) ->
         for value in (*op.reads, *op.writes):
             last_reader[value] = max(block, last_reader.get(value, 0))
     placed: dict[int, int] = {}
-    drawn = count - 1  # the block of the last op that draws random numbers
+    drawn = count - 1  # block of the latest random op; backwards run from the last block to the first
     for op in graph.backward_ops:
         gradients = [graph.values[value].producer for value in op.reads]
         before = [placed[producer] for producer in gradients if producer in placed]
@@ -127,7 +126,8 @@ def assign_backward(graph: StepGraph, block_of_op: Sequence[int], count: int) ->
         ]
         wanted = None if op.sequence is None else by_sequence.get(op.sequence)
         if wanted is None or (len(before) > 1 and op.target == "aten.add.Tensor"):
-            wanted = min(before, default=count - 1)  # a sum of gradients carries the number of another op
+            # the sequence number of a sum of gradients may be that of another op, so it is ignored
+            wanted = min(before, default=count - 1)
         placed[op.index] = min([wanted, *before, *stored])
         if op.random:
             placed[op.index] = drawn = min(placed[op.index], drawn)
@@ -136,7 +136,7 @@ def assign_backward(graph: StepGraph, block_of_op: Sequence[int], count: int) ->
 
 
 def _pull_to_users(graph: StepGraph, placed: dict[int, int]) -> None:
-    """Move backward ops that read no gradient, such as those that make masks, to the block of their first reader."""
+    """Move backward ops that read no gradient, such as those that compute masks, to the block of their first reader."""
     users: dict[int, list[int]] = {}
     for op in graph.backward_ops:
         for value in op.reads:

@@ -1,19 +1,20 @@
-"""Ways to save a block, by minimum cuts: which values to keep, so that the backward can recompute the others.
+"""Ways to save a block, found as minimum cuts: which values to keep so that its backward can recompute the others.
 
-At a price of `rate` bytes a second, the cheapest save set of a block minimises
+If a second costs `rate` bytes, the cheapest save set of a block minimises
 
     bytes of the values kept + rate * seconds of the ops that run again
 
-and is a minimum cut: an op is on the source side if its outputs of the forward are still good, on the sink side if
-it runs again; a value is cut (kept) between an op that does not run again and a reader that needs it.
+and is a minimum cut. An op is on the source side if it does not run again, and on the sink side if it does; a
+value is cut (kept) between an op that does not run again and a reader that needs it:
 
     source -> op          rate * seconds(op)     the op runs again
     op     -> value       bytes(value)           the value is kept (0 for the block's output, which is kept anyway)
     value  -> op          infinite               an op that runs again needs its inputs
     value  -> sink        infinite               the backward reads the value
 
-What enters the block, parameters and held values are in memory in any case. Sweeping the rate gives all corners of the
-convex frontier of (bytes, seconds); two neighbouring corners give the next rate to try (Eisner and Severance's method).
+The block's inputs, parameters and held values are in memory in any case. Varying the rate gives all corners of
+the convex frontier of (bytes, seconds); two neighbouring corners give the next rate to try (Eisner and
+Severance's method).
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ import numpy as np
 from fxremat.step.layout import BlockLayout, Layout
 from fxremat.step.step_graph import StepGraph
 
-AT_MOST = 12  # options a block, option 0 included
-GRAIN = 16  # capacities are in sixteenths of a byte
-LEAST_STEP = 0.02  # corners closer than this share of the block's bytes count as one
+AT_MOST = 12  # number of save options of a block, including option 0
+GRAIN = 16  # flow capacities are integers, in units of 1 / 16 byte
+LEAST_STEP = 0.02  # frontier points closer than this fraction of the block's bytes count as one
 
 
 @dataclass(frozen=True)
 class SaveSet:
-    """One way to save a block."""
+    """One way to save a block: values that are kept, and the seconds of recomputing the others."""
 
-    values: frozenset[int]  # the values that are saved: made in the block, its output among them
-    bytes: int  # of these values
-    seconds: float  # of the ops that run again before the backward
+    values: frozenset[int]  # the values of the block that are saved, its output included
+    bytes: int  # total bytes of the saved values
+    seconds: float  # seconds of the ops that have to run again before the backward
 
 
 def add_options(layout: Layout, seconds: Sequence[float], sizes: Sequence[int]) -> Layout:
-    """Return the layout with save sets as options of every block; blocks of equal shape are solved once.
+    """Return the layout with several ways to save each block as its options; equal blocks are solved only once.
 
     Args:
         seconds: seconds of each op, by number.
@@ -64,9 +65,9 @@ def add_options(layout: Layout, seconds: Sequence[float], sizes: Sequence[int]) 
 def save_sets(
     layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: Sequence[int]
 ) -> list[SaveSet]:
-    """Return ways to save a block, the corners of its frontier of bytes and seconds, the most bytes first.
+    """Return ways to save a block, which trade bytes for seconds, by decreasing bytes.
 
-    The first saves all that the backward reads; there are `AT_MOST` at most.
+    They are corners of the convex frontier, at most `AT_MOST`. The first keeps all that the backward reads.
     """
     cut = _Cut(layout, block, seconds, sizes)
     everything = cut.price(block.saved[0])
@@ -85,7 +86,7 @@ def save_sets(
 
 
 def _shape(layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: Sequence[int]) -> object:
-    """Return a key that is equal for blocks whose options are equal up to renaming of ops and values."""
+    """Return a key that is equal for blocks whose save options are equal up to renaming of ops and values."""
     graph = layout.graph
     local = {value: place for place, value in enumerate(sorted(block.made))}
     ops = tuple(
@@ -101,7 +102,7 @@ def _shape(layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: 
 
 
 class _Cut:
-    """The minimum-cut problem of one block: which values to save, and which ops to run again."""
+    """The minimum-cut problem of one block: which values to save, and which ops to recompute."""
 
     def __init__(
         self, layout: Layout, block: BlockLayout, seconds: Sequence[float], sizes: Sequence[int]
@@ -115,7 +116,10 @@ class _Cut:
         }
 
     def sweep(self, everything: SaveSet) -> Iterator[SaveSet]:
-        """Yield all corners of the frontier but `everything`, by trying a rate between each two neighbours."""
+        """Yield all corners of the convex frontier of bytes and seconds except `everything`.
+
+        The exchange rate at which two neighbours cost the same is tried between each two corners found.
+        """
         total = sum(self.seconds[index] for index in self.block.forward)
         if not total or not everything.bytes:
             return
@@ -136,7 +140,7 @@ class _Cut:
                 stack += [(high, between), (between, low)]
 
     def solve(self, rate: float) -> SaveSet:
-        """Return the cheapest save set at `rate` bytes a second."""
+        """Return the values to save such that bytes plus `rate` times the seconds of recomputation are least."""
         if not self.backward_reads:
             return self.price(self.output)
         runs = [max(1, round(rate * self.seconds[index] * GRAIN)) for index in self.block.forward]
@@ -156,7 +160,7 @@ class _Cut:
         return _Network(self)
 
     def price(self, kept: frozenset[int]) -> SaveSet:
-        """Return the save set of these values: its bytes, and the seconds of the ops that then run again."""
+        """Return the save set with these values, its bytes, and the seconds of the ops that it recomputes."""
         again: set[int] = set()
         stack = [value for value in self.backward_reads if value not in kept]
         while stack:
@@ -172,11 +176,11 @@ class _Cut:
 
 
 SOURCE, SINK = 0, 1
-LARGEST = 1 << 30  # SciPy's capacities have 32 bits
+LARGEST = 1 << 30  # SciPy's flow capacities have 32 bits
 
 
 class _Network:
-    """The network of a block as arrays; the edges from the source to the ops come first."""
+    """The flow network of a block as arrays; the edges from the source to the ops come first."""
 
     def __init__(self, cut: _Cut) -> None:
         ops = cut.block.forward
@@ -185,7 +189,7 @@ class _Network:
         read = [v for index in ops for v in cut.graph.ops[index].again_reads if v in cut.inside]
         values = dict.fromkeys([*written, *read, *sorted(cut.backward_reads)])
         self.place = {value: 2 + len(ops) + k for k, value in enumerate(values)}
-        edges: list[tuple[int, int, int | None]] = []  # from, to, capacity; None: infinite
+        edges: list[tuple[int, int, int | None]] = []  # (from, to, capacity); a capacity of None is infinite
         for index in ops:
             op, here = cut.graph.ops[index], self.place_of_op[index]
             edges += [(self.place[value], here, None) for value in op.again_reads if value in cut.inside]
@@ -200,10 +204,10 @@ class _Network:
         self.size = 2 + len(ops) + len(values)
 
     def source_side(self, runs: Sequence[int]) -> set[int]:
-        """Return the nodes that cannot reach the sink in the residual of a maximum flow: the largest source side.
+        """Return the nodes that cannot reach the sink in the residual graph of a maximum flow: the largest source side.
 
         Args:
-            runs: the capacity of the edge from the source to each op.
+            runs: the capacities of the edges from the source to the ops.
         """
         from scipy.sparse import csr_array
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow

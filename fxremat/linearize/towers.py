@@ -1,10 +1,11 @@
 """Towers: parts of a forward that share no value and only meet near its end (a siamese network, two encoders).
 
     join op    an op that reads from two parts, each of which did at least SHARE of the forward's work
-    trunk      the join ops, and all ops that read from them
+    trunk      the join ops, and all ops that depend on them
 
-Each tower is then a branch of a Join, and the trunk its trunk. What leaves a tower is carried, so that the blocks of
-one tower need nothing from another tower, and blocks of different towers may run in any order.
+Solvers see towers and trunk as a Join, whose branches are the towers. Values that leave a tower are kept from
+forward to backward in any case, so blocks of one tower need nothing from another, and may run in any order
+relative to its blocks.
 """
 
 from __future__ import annotations
@@ -21,43 +22,48 @@ from fxremat.linearize.lay_out import lay_out
 from fxremat.step.layout import Layout
 from fxremat.step.step_graph import StepGraph
 
-SHARE = 0.15  # share of the forward's seconds: a part with less is no tower, but a stem or an embedding
+# a part with less than this fraction of the forward's seconds is no tower, but an input stem or an embedding
+SHARE = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
 class Towers:
-    """Positions in the forward: tower k ends with op ends[k], and the trunk follows the last tower."""
+    """The ops of each tower (parts of the forward that share no value): tower k ends with op ends[k].
+
+    The trunk, all ops after the towers meet, comes last.
+    """
 
     ends: tuple[int, ...]
     carried: frozenset[int]  # the values that leave the towers
 
     def lay_out(self, graph: StepGraph, crossing: Crossing) -> Layout:
-        """Cut the graph into the blocks of all towers and of the trunk."""
+        """Cut the graph into blocks, each within one parallel branch (tower) or within the ops after the branches."""
         return lay_out(graph, [*crossing.cuts(self.carried), *self.ends], self.carried)
 
     def parts(self, layout: Layout) -> list[range]:
-        """Return the range of blocks of each tower, then that of the trunk, in a layout that `lay_out` made."""
+        """Return the range of blocks of each parallel branch (tower), then that of the blocks after them (trunk)."""
         last = {block.forward[-1]: number + 1 for number, block in enumerate(layout.blocks)}
         bounds = [0, *(last[end] for end in self.ends), len(layout.blocks)]
         return [range(low, high) for low, high in pairwise(bounds)]
 
 
 def join_of(chain: Chain, parts: Sequence[range]) -> Join:
-    """Return the chain of a layout of towers as a join."""
+    """Split the chain of a layout at the towers' ends into a join: one branch for each tower, and the trunk."""
     pieces = [Chain(blocks=chain.blocks[part.start : part.stop], input_bytes=0) for part in parts]
     return Join(branches=tuple(pieces[:-1]), trunk=pieces[-1])
 
 
 def on_the_layout(schedule: JoinSchedule, parts: Sequence[range]) -> Schedule:
-    """Translate a join's schedule to the layout's blocks, in the order in which they run.
+    """Translate a join's schedule to the layout's blocks, in execution order.
 
-    Towers run forward one after the other, as they were captured: dropouts then draw what they drew, and towers that
-    share a BatchNorm update its statistics in their order.
+    Forwards of towers run one after the other, in the captured order, so that dropouts draw the same numbers,
+    and towers that share a BatchNorm update its statistics in the same order.
     """
-    steps = [step for step in schedule.ops if isinstance(step, On)]  # there is a trunk, so there is no Loss
+    # for type checkers: the loss is one of the ops in the trunk here, so there is no `Loss` step to drop
+    steps = [step for step in schedule.ops if isinstance(step, On)]
     turn = next(place for place, step in enumerate(steps) if isinstance(step.op, Backward))
     steps[:turn] = sorted(steps[:turn], key=lambda step: (step.branch - 1) % len(parts))
-    # branch 0, the trunk, is the last part
+    # the trunk (the ops after the parallel branches) is branch 0 of the join, but the last element of `parts`
     return Schedule(tuple(_shifted(step.op, parts[step.branch - 1].start) for step in steps))
 
 
@@ -72,7 +78,7 @@ def _shifted(op: Op, by: int) -> Op:
 
 
 def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) -> Towers | None:
-    """Return the towers of a forward; None if there are not at least two that run one after the other. O(reads).
+    """Return the towers of a forward (branches that run one after the other, then meet); None if there are not two.
 
     Args:
         seconds: seconds of each op, by number.
@@ -87,7 +93,7 @@ def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) 
     foreign = [op for op, tower in tower_of.items() if tower != order[-1]] + sorted(trunk)
     beyond = [
         op for op in foreign if op > first[order[-1]]
-    ]  # the trunk, and ops on a finished tower's result
+    ]  # ops after the parallel branches (towers), and ops that belong to an earlier branch
     if not beyond:
         return None
     ends = tuple(start - 1 for start in [*(first[tower] for tower in order[1:]), min(beyond)])
@@ -99,7 +105,7 @@ def find_towers(graph: StepGraph, crossing: Crossing, seconds: Sequence[float]) 
 
 
 def _components(graph: StepGraph, seconds: Sequence[float]) -> tuple[dict[int, int], set[int]]:
-    """Return the tower, named by one of its ops, of each forward op that is in one, and the ops of the trunk."""
+    """Return op -> parallel branch, named by one of its ops, and the set of ops after the branches."""
     enough = SHARE * sum(seconds[: graph.forward_count])
     parent: dict[int, int] = {}
     work: dict[int, float] = {}

@@ -1,1 +1,1 @@
-"""Functions that emitted graphs call besides torch's ops: random draws with saved states, copies, weight updates."""
+"""Functions that generated graphs call besides torch's ops: replayed random draws, copies, weight updates."""

@@ -1,4 +1,4 @@
-"""The function with which emitted graphs start an all-gather that they wait for later."""
+"""The function by which generated graphs start an all-gather that is waited for later."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from fxremat.graphs.collectives import wait
 from fxremat.torch_private import group_named
 
-ONE_AT_A_TIME = ("gloo",)  # backends whose all-gathers corrupt memory if several of one group overlap
-_under_way: dict[str, list[weakref.ref[torch.Tensor]]] = {}  # group -> results of its latest gather
+ONE_AT_A_TIME = ("gloo",)  # backends whose all-gathers corrupt memory if several in one group overlap
+_under_way: dict[str, list[weakref.ref[torch.Tensor]]] = {}  # process group -> results of its latest all-gather
 
 
 def start_gather(start: Any, *args: Any) -> Any:
-    """Start an all-gather, and return what the op returns; over gloo, wait first for the group's previous all-gather.
+    """Start an all-gather, and return its unfinished result; over gloo, wait for the group's previous one first.
 
-    Concurrent all-gathers in one gloo group may corrupt the heap: with torch 2.13, in some of a thousand runs of a
-    hundred each, with plain `torch.distributed`. One together with any number of reductions does not.
+    Concurrent all-gathers in one gloo group may corrupt the heap: with torch 2.13, in some of a thousand runs
+    of a hundred each, with plain `torch.distributed`. One together with any number of reductions does not.
 
     Args:
         start: the op that starts it.

@@ -1,13 +1,13 @@
-"""Reads of a parameter that ranks share: ops that a model is traced with; `passes.sharding` makes collectives of them.
+"""Ops that read a sharded or replicated parameter while a model is traced; `passes.sharding` makes them collectives.
 
-    fxremat::gather    shard -> the full parameter, in the type that the model computes in
+    fxremat::gather    shard -> the full parameter, in the dtype that the model computes in
     fxremat::reduce    gradient of the full parameter -> gradient of the shard, reduced over the ranks
 
-Each is one op while a model is traced, so that equal gathers can be found (tied weights), and gradients can be added
-before they are reduced rather than after. A parameter is cut along its first dimension into as many parts as there are
-ranks in its group, as `torch.distributed.fsdp.fully_shard` does; if they are not all equal, the last ones are padded
-for the transfer, on every rank alike. A parameter that every rank holds in full is not gathered; only its gradient is
-reduced.
+Each is one op while a model is traced, so that equal gathers can be found (tied weights), and gradients can be
+added before they are reduced rather than after. A parameter is cut along its first dimension into as many parts
+as there are ranks in its group, as `torch.distributed.fsdp.fully_shard` does; if they are not all equal, the
+last ones are padded for the transfer. A parameter that every rank holds in full is not gathered; only its
+gradient is reduced.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ ALONE = "a shared parameter is read, and its gradient reduced, inside of a plann
 
 
 class Sharing(NamedTuple):
-    """The way in which ranks share a parameter; the ops of this file take these fields as arguments, in order."""
+    """How a parameter is sharded or replicated; the ops of this file take these fields as arguments, in order."""
 
-    rows: int  # of the full parameter: the size of its first dimension
-    dtype: torch.dtype  # the type that the model computes in
-    reduced_in: torch.dtype | None  # the type that gradients are added in; None: the type of the gradient
-    group: str  # the process group over which it is cut; "": each rank has all of it
-    replicas: str  # the process group whose ranks have equal shards; "": there is none
+    rows: int  # number of rows of the full parameter, the size of its first dimension
+    dtype: torch.dtype  # the dtype that the model computes in
+    reduced_in: torch.dtype | None  # the dtype in which gradients are added; None: that of the gradient
+    group: str  # the process group over which the parameter is sharded; "": each rank has all of it
+    replicas: str  # the process group of the ranks that hold equal shards; "": no other rank holds an equal one
     op: str  # "avg" or "sum"
-    before: float  # what gradients are divided by before they are reduced
-    after: float  # what they are divided by after they were reduced
-    bucket: int  # parameters of one bucket are gathered, and their gradients reduced, together
+    before: float  # divisor of gradients before the reduction
+    after: float  # divisor of gradients after the reduction
+    bucket: int  # parameters with the same bucket are gathered, and their gradients reduced, together
 
 
 @torch.library.custom_op("fxremat::gather", mutates_args=())
@@ -54,9 +54,9 @@ def gather(
     """Return the full parameter of a shard. The arguments from `rows` on are the fields of `Sharing`.
 
     Args:
-        other: with `sync`, unreduced gradients of earlier backwards, which are added before the gradient is reduced, or
-            None; without `sync`, a tensor as large as the parameter, which gets the unreduced gradient.
-        sync: the backward reduces the gradient over the ranks.
+        other: with `sync`, unreduced gradients of earlier backwards, which are added before the gradient is reduced,
+            or None; without `sync`, a tensor as large as the parameter, which gets the unreduced gradient.
+        sync: True: the backward reduces the gradient over the ranks.
     """
     raise FxrematError(ALONE)
 
@@ -77,10 +77,10 @@ def reduce(
     mine: int,
     stored: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of a shard of `mine` rows, in the type that it is stored in, reduced over all ranks.
+    """Return the gradient, reduced over all ranks, of a shard of `mine` rows, in the dtype `stored`.
 
-    The arguments from `rows` to `bucket` are the fields of `Sharing`. Unreduced gradients of earlier backwards, if
-    given as `earlier`, are added first.
+    The arguments from `rows` to `bucket` are the fields of `Sharing`. Unreduced gradients of earlier backwards,
+    if given as `earlier`, are added first.
     """
     raise FxrematError(ALONE)
 

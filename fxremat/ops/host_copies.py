@@ -1,11 +1,11 @@
-"""Functions by which emitted graphs copy tensors to the host and back; `tier` is the name of a host tier.
+"""Functions by which generated graphs copy tensors to the host and back; `tier` names the storage on the host.
 
     host  = offload(x, tier)            right after the last op that writes x
     host  = release(host, x, tier)      where the plan needs the memory of x
     back  = prefetch(host, device, tier)
     x     = wait(back, host, tier)      before the first op that reads it
 
-Each returns what the next one reads, so that no pass of torch sees a node without a user.
+Each returns what the next one reads, so that torch's passes do not remove them as unused.
 """
 
 from __future__ import annotations

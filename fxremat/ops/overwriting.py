@@ -1,7 +1,8 @@
-"""A call of an op that overwrites its operand only where a new result would have the operand's layout.
+"""A call of an op that overwrites its operand only if a new result would have the operand's layout.
 
-A graph for one size is measured on real values before it runs, and ops whose layouts disagree make new results
-(`cost.measure`). A graph for every size meets layouts that were not measured, so each call checks its own.
+A graph for fixed sizes is measured on real values before it runs, and ops whose layouts disagree allocate new
+results (`cost.measure`). A graph for all sizes meets layouts that were not measured, so each call checks its
+own.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, argument: Any) -> Any:
-        """Return the layout of a tensor, and any other argument unchanged."""
+        """Return the layout (shape, strides, dtype) of a tensor, and any other argument unchanged."""
         if not isinstance(argument, torch.Tensor):
             return argument
         return cls(argument.shape, argument.stride(), argument.dtype)
 
 
 def overwrite_where_alike(target: Any, place: int, *args: Any, **kwargs: Any) -> Any:
-    """Run an op so that it overwrites its operand, if a new result would have its layout; else run it as captured.
+    """Run an op so that it overwrites an operand, if a new result would have its layout; else run it as captured.
 
     Args:
-        place: of the operand among `args`.
+        place: the index of the operand in `args`.
     """
     operand: torch.Tensor = args[place]
     whole = operand.untyped_storage().nbytes() == operand.nbytes
@@ -42,7 +43,7 @@ def overwrite_where_alike(target: Any, place: int, *args: Any, **kwargs: Any) ->
 
 @functools.lru_cache(maxsize=4096)
 def _alike(target: Any, place: int, args: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> bool:
-    """Tell whether a new result would have the layout of the overwritten operand; nothing is computed."""
+    """Tell, by meta tensors, whether a new result would have the layout of the operand to overwrite."""
     made = [
         torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta") if isinstance(a, _Layout) else a
         for a in args

@@ -35,10 +35,10 @@ from fxremat.host.tier import HostTier
 from fxremat.ops.spent import Spent
 from fxremat.torch_private import shell_of, storage_of, without_memory
 
-USUAL = frozenset(  # settings of optimizers that change numbers, and no bytes
+USUAL = frozenset(  # settings of optimizers that do not affect how many bytes they need
     ("lr", "betas", "eps", "weight_decay", "momentum_decay", "alpha", "lr_decay", "etas", "step_sizes", "dampening")
 )
-ELEMENTWISE = (  # their step of one parameter depends on that one alone, element by element
+ELEMENTWISE = (  # classes of optimizers that update each element of a parameter independently of all others
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -56,7 +56,7 @@ _known: weakref.WeakValueDictionary[str, Weights] = weakref.WeakValueDictionary(
 
 
 def kind_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Return an optimizer's class with the settings that are switched on, which decide how large its state is.
+    """Return an optimizer's class with the settings that are switched on, which determine the size of its state.
 
     >>> kind_of_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9))
     'SGD(momentum)'
@@ -76,7 +76,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Weights:
-    """The parameters of an optimizer, which a step updates one by one, and which may live on the host.
+    """The parameters of an optimizer, which a step updates one by one; each is on the device or on the host.
 
     Args:
         tier: where they live on the host.
@@ -98,16 +98,18 @@ class Weights:
         self.name = f"weights-{next(_numbers)}"
         _known[self.name] = self
         self.optimizer, self.tier, self.device = optimizer, tier, device
-        self.hosted: dict[int, torch.Tensor] = {}  # by number: the memory on the host of a parameter
-        self._shells: dict[int, torch.Tensor] = {}  # by number: the tensor that the parameter shows to the forward
-        self._homes: set[int] = set()  # addresses of memory on the host; parameters and state keep it alive
+        self.hosted: dict[int, torch.Tensor] = {}  # index of a parameter on the host -> its tensor there
+        # index of a parameter on the host -> a tensor of its shape without memory, which the forward receives
+        self._shells: dict[int, torch.Tensor] = {}
+        # addresses of the tensors on the host that parameters and optimizer state are stored in
+        self._homes: set[int] = set()
         self._single: dict[int, tuple[torch.optim.Optimizer, nn.Parameter]] = {}
-        self._coming: dict[int, dict[str, torch.Tensor]] = {}  # state that is being copied to the device
-        self._leaving: dict[int, dict[str, torch.Tensor]] = {}  # state that is being copied to the host
-        self._going: dict[int, torch.Tensor] = {}  # new parameters that are being copied to the host
-        self.updated: set[int] = set()  # numbers of parameters that the last backward has updated
-        self._all = self.parameters()  # as of the beginning of the step
-        self._watching = False  # whether a hook on the user's optimizer's step is registered
+        self._coming: dict[int, dict[str, torch.Tensor]] = {}  # optimizer state that is being copied to the device
+        self._leaving: dict[int, dict[str, torch.Tensor]] = {}  # optimizer state that is being copied to the host
+        self._going: dict[int, torch.Tensor] = {}  # updated parameters that are being copied to the host
+        self.updated: set[int] = set()  # indices of the parameters that the last backward has updated
+        self._all = self.parameters()  # the optimizer's parameters when the step begins
+        self._watching = False  # True once a hook on the user's optimizer's step is registered
         self._process = os.getpid()
 
     def _before_step(self) -> None:
@@ -168,7 +170,7 @@ class Weights:
         self._send_states_home()
 
     def _watch(self) -> None:
-        """Register a hook on the user's `optimizer.step`, once, as long as this object lives."""
+        """Register a hook on the user's `optimizer.step`, once; the hook is removed when this object is freed."""
         if self._watching:
             return
         self._watching, myself = True, weakref.ref(self)
@@ -186,13 +188,13 @@ class Weights:
 
     @contextlib.contextmanager
     def telling_what_is_new(self) -> Iterator[None]:
-        """Add a note to an exception in a backward: how many parameters were updated before it.
+        """Within this context, add a note to exceptions that tells how many parameters were updated before.
 
-        Afterwards, with an exception or without, all copies to the host have ended.
+        When the context ends, with or without an exception, all copies to the host have ended.
         """
         try:
             yield
-            self.tier.synchronize()  # so that code which reads parameters between steps reads new ones
+            self.tier.synchronize()  # code between steps reads the new parameters on the host
         except BaseException as error:
             count, all_of = len(self.updated), len(self.parameters())
             if count or not self.later:
@@ -205,7 +207,7 @@ class Weights:
             raise
 
     def _abandon(self) -> None:
-        """Wait for unfinished copies, after an exception."""
+        """Wait for unfinished copies after an exception."""
         self.updated.clear()
         for number in list(self._going):
             self.release(self._going[number], number)
@@ -221,7 +223,7 @@ class Weights:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def settle(self, hosted: Iterable[int]) -> None:
-        """Move the parameters of these numbers, with their optimizer state, to the host, all others to the device.
+        """Move the parameters with these indices, and their optimizer state, to the host and all others to the device.
 
         Parameters that are views of one storage get memory of their own if some of them move.
         """
@@ -236,14 +238,16 @@ class Weights:
             if number not in hosted and parameter.device != self.device:
                 parameter.data = parameter.data.to(self.device)
                 self._bring_state(parameter)
-            elif number not in hosted and storage_of(parameter) in left:  # it would keep all of that storage
+                # a view that stays would keep the whole shared storage alive, so it gets memory of its own
+            elif number not in hosted and storage_of(parameter) in left:
                 parameter.data = _moved(parameter.data, self.device)
         self._send_states_home()
 
     def _bring_state(self, parameter: nn.Parameter) -> None:
-        """Move a parameter's state to the device: it was loaded, or made, while the parameter was on the host.
+        """Move to the device the optimizer state of a parameter that has just moved there.
 
-        Step counts stay, except those of fused and capturable optimizers, which read them on the device.
+        Step counts stay on the host, except those of fused and capturable optimizers, which read them on the
+        device.
         """
         state, group = self.optimizer.state.get(parameter, {}), self._group_of(parameter)
         counts = _counts(state) if group.get("fused") or group.get("capturable") else {}
@@ -254,7 +258,7 @@ class Weights:
         return next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
 
     def _leave_parent(self) -> None:
-        """Copy hosted memory in a forked child, since the files are the parent's."""
+        """Copy parameters on the host in a forked child, since the files belong to the parent."""
         if self._process == os.getpid():
             return
         self._process, parameters = os.getpid(), self.parameters()
@@ -277,7 +281,7 @@ class Weights:
 
     @contextlib.contextmanager
     def seen_on_the_device(self) -> Iterator[None]:
-        """Show parameters that are on the host as tensors of the device without memory, inside this context."""
+        """Within this context, parameters on the host appear to the model as device tensors without memory."""
         parameters = self.parameters()
         there = {number: parameters[number].data for number in self.hosted}
         shells = {number: self._shells[number] for number in self.hosted}
@@ -299,7 +303,7 @@ class Weights:
                 parameters[number].grad = gradient
 
     def _take_replaced(self) -> None:
-        """Copy new data that was assigned to a hosted parameter into its memory on the host."""
+        """Copy data that was newly assigned to a parameter on the host into its memory there."""
         parameters = self.parameters()
         for number, home in self.hosted.items():
             parameter = parameters[number]
@@ -327,7 +331,7 @@ class Weights:
                 state[key] = self._home(value)
 
     def _home(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself if it is on the host already, else a copy there."""
+        """Return the tensor itself if it is on the host already, else a copy of it there."""
         if tensor.data_ptr() in self._homes:
             return tensor
         host = self._place_for(tensor)
@@ -349,7 +353,7 @@ class Weights:
         return back
 
     def release(self, weight: torch.Tensor, number: int) -> None:
-        """Wait for the copy to the host of an updated parameter; the caller then drops its reference to `weight`."""
+        """Wait for the copy of an updated parameter to the host; the caller then drops its reference to `weight`."""
         self._going.pop(number, None)
         self.tier.release(self.hosted[number])
 
@@ -383,7 +387,9 @@ class Weights:
         return self.later and not self._updating
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor, number: int) -> None:
-        """Run the optimizer's update of one parameter; if it lives on the host, begin to copy it there with its state.
+        """Run the optimizer's update of one parameter.
+
+        If it is stored on the host, begin to copy it there with its state.
 
         Where updates run later, add the gradient to the parameter's instead.
 
@@ -418,7 +424,7 @@ class Weights:
         single, shell = self._single_for(number, weight)
         shell.data, shell.grad = weight, gradient
         state = self.optimizer.state[parameter]
-        counts = {  # as they were: reading one that is on the device would wait for all issued work
+        counts = {  # step counts are saved as numbers; reading one on the device would wait for all submitted work
             key: value.item() if value.device.type == "cpu" else value.clone()
             for key, value in _counts(state).items()
         }
@@ -455,7 +461,7 @@ class Weights:
     def _store(self, weight: torch.Tensor, after: dict[str, Any], number: int) -> None:
         """Begin to copy an updated parameter and its state to the host.
 
-        Memory is allocated first, which can fail: a parameter is all old or all new.
+        Memory is allocated first, which can fail: a parameter is either entirely old or entirely new.
 
         Args:
             after: the state after the update.
@@ -500,12 +506,12 @@ class Weights:
 
 
 def _counts(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the step counts in an optimizer state: tensors of one number, which the optimizer changes in place."""
+    """Return the step counts in an optimizer state: tensors with one number, which the optimizer changes in place."""
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not value.dim()}
 
 
 def _large(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the state tensors of the parameter's shape, which are large enough to be worth copying."""
+    """Return the state tensors with the parameter's shape, which are large enough to be worth copying."""
     return {
         key: value
         for key, value in state.items()
@@ -521,13 +527,13 @@ def _alone(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy on the device, in memory of its own."""
+    """Return a copy on the device, in a storage of its own."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return copy.copy_(tensor)
 
 
 def weights_named(name: str) -> Weights:
-    """Return the `Weights` of this name. Raises `FxrematError` if they are gone."""
+    """Return the `Weights` with this name. Raises `FxrematError` if it does not exist any more."""
     found = _known.get(name)
     if found is None:
         raise FxrematError(f"the parameters {name} are gone; keep the module that fxremat.compile returned")
@@ -545,7 +551,8 @@ def wait(back: torch.Tensor, number: int, weights: str) -> torch.Tensor:
 
 
 def update(weight: torch.Tensor, gradient: torch.Tensor, number: int, weights: str) -> None:
-    """Run the optimizer's update of one parameter; if it lives on the host, begin to copy it there with its state."""
+    """Run the optimizer's update of one parameter; if it is stored on the host, begin to copy it there with its state.
+    """
     weights_named(weights).update(weight, gradient, number)
 
 

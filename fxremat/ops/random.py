@@ -3,9 +3,8 @@
     state, output, mask = draw_saving(aten.native_dropout.default, x, 0.1, True)     the first execution
     output, mask        = draw_again(state, aten.native_dropout.default, x, 0.1, True)     every later one
 
-`draw_again` leaves the generator as it found it, so that all other draws are those of the plain model. Both are plain
-functions: fx calls them in emitted order. A state has about 5 KB on a CPU; on CUDA it has a few bytes
-(seed and offset) in host memory.
+`draw_again` leaves the generator as it found it, so that all other random numbers are those of the plain model.
+A state has about 5 KB on a CPU; on CUDA it has a few bytes (seed and offset) in host memory.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ HOST = torch.device("cpu")
 
 @torch.library.custom_op("fxremat::bernoulli_as", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def bernoulli_as(like: torch.Tensor, p: float) -> torch.Tensor:
-    """Return what `empty_like(like).bernoulli_(p)` draws: `aten.bernoulli.p` may draw in another order."""
+    """Return the result of `empty_like(like).bernoulli_(p)`; `aten.bernoulli.p` may draw in another order."""
     return torch.empty_like(like).bernoulli_(p)
 
 
@@ -49,7 +48,8 @@ def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
 
 
 class GeneratorStates:
-    """The present states of the generators that a step on these tensors may draw from. Uses none of torch's memory."""
+    """Saved states of the generators that a step on these tensors may use, in memory outside of PyTorch's allocators.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         devices = {HOST, *filter(accelerates, {tensor.device for tensor in tensors})}
@@ -58,13 +58,13 @@ class GeneratorStates:
         self._states = [(generator, generator.clone_state()) for generator in generators]
 
     def restore(self) -> None:
-        """Set the generators to these states."""
+        """Set the generators to the saved states."""
         for generator, then in self._states:
             generator.set_state(then.get_state())
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Restore these states for the duration of the context; afterwards the generators are as before it."""
+        """Within this context, the generators have the saved states; afterwards they are as before."""
         before = [(generator, generator.get_state()) for generator, _ in self._states]
         try:
             self.restore()
@@ -75,20 +75,20 @@ class GeneratorStates:
 
 
 class HostDraws:
-    """The present states of the generators of Python's `random` and of `numpy.random`."""
+    """The current states of the generators of Python's `random` and of `numpy.random`."""
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - what models use
 
     def restore(self) -> None:
-        """Set the generators to these states."""
+        """Set the generators to the saved states."""
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)  # noqa: NPY002
 
 
 @contextlib.contextmanager
 def host_draws_kept() -> Iterator[None]:
-    """Restore the generators of Python's `random` and of `numpy.random` after this context."""
+    """After this context, the generators of Python's `random` and of `numpy.random` are as before."""
     draws = HostDraws()
     try:
         yield
@@ -97,16 +97,17 @@ def host_draws_kept() -> Iterator[None]:
 
 
 def draw_saving(op: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
-    """Run a random op; return the generator's state from before it, followed by the op's results."""
+    """Run a random op; return the generator's state before it, followed by the op's results."""
     state = generator_of(arguments, options).get_state()
     given = op(*arguments, **options)
     return (state, *given) if isinstance(given, tuple | list) else (state, given)
 
 
 def draw_again(state: torch.Tensor, op: Any, *arguments: Any, **options: Any) -> Any:
-    """Run a random op with a saved state, and restore the generator's own state afterwards."""
+    """Run a random op from a saved generator state; afterwards the generator is as before."""
     generator = generator_of(arguments, options)
-    now = bytearray(generator.get_state().numpy())  # none of torch's memory is used while the op runs
+    # a bytearray, so that no memory of torch's allocator is used while the op runs
+    now = bytearray(generator.get_state().numpy())
     generator.set_state(state)
     try:
         return op(*arguments, **options)

@@ -1,17 +1,16 @@
-"""Dropout whose masks are a function of a seed, where the seed is a value of the graph.
+"""Dropout whose masks are computed from a seed, which is a value of the graph.
 
-    seeds = fxremat::seeds(n, device=d)                          one int64 for each dropout of the graph: the one draw
+    seeds = fxremat::seeds(n, device=d)                          one int64 for each dropout of the graph; random
     seed  = select(seeds, 0, i)                                  the seed of one dropout: a view
     mask  = fxremat::seeded_mask(seed, shape, p, dtype)          true for kept elements; the same whenever it is made
     y     = fxremat::masked(x, mask, p)                          mask * x * (1 / (1 - p)): dropped elements are zero
 
-Only the first op uses a generator, so a mask that is recomputed is an ordinary op: no generator state is saved or
-replayed for it.
+Only the first op uses a generator, so recomputing a mask needs no saved generator state.
 
-In a compiled region these ops become what Inductor makes of `aten.native_dropout` (`DECOMPOSITIONS`), and the same
-seeds give the masks of `torch.compile(model)`. Called by themselves they draw other random numbers: a mask that was
-drawn in a compiled region has to be drawn again in one. The kernels of this file are for
-measuring ops one by one, and for graphs that run uncompiled from end to end.
+In a compiled region these ops become what Inductor makes of `aten.native_dropout` (`DECOMPOSITIONS`), and the
+same seeds give the masks of `torch.compile(model)`. Outside of compiled regions they draw other random numbers,
+so a mask that was drawn in a compiled region has to be recomputed in one. The kernels of this file are for
+measuring ops one by one, and for graphs that run entirely uncompiled.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SEEDS = torch.iinfo(torch.int64)  # Inductor's kernel draws from `min` to below 
 
 @torch.library.custom_op("fxremat::seeds", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def seeds(count: int, *, device: torch.device) -> Tensor:
-    """Draw the seeds of a graph from the device's generator, with the numbers that Inductor's kernel gives."""
+    """Draw the seeds of a graph from the device's generator, as Inductor's kernel does, with the same numbers."""
     return torch.randint(SEEDS.min, SEEDS.max, [count], dtype=torch.int64, device=device)
 
 
@@ -40,13 +39,13 @@ def _(count: int, *, device: torch.device) -> Tensor:
 
 @torch.library.custom_op("fxremat::seeded_mask", mutates_args=())
 def seeded_mask(seed: Tensor, shape: Sequence[int], p: float, dtype: torch.dtype) -> Tensor:
-    """Return the mask of a dropout, contiguous: a function of the seed and the other arguments alone.
+    """Return the contiguous mask of a dropout, which is a function of the seed and the other arguments.
 
     Reading the seed synchronizes with the device.
 
     Args:
         seed: one int64, without dimensions.
-        dtype: the type of the dropout's input, in which Inductor compares random numbers with `p`.
+        dtype: the dtype of the dropout's input, in which Inductor compares random numbers with `p`.
     """
     generator = torch.Generator(seed.device).manual_seed(int(seed))
     return _kept(torch.rand(shape, generator=generator, dtype=torch.float32, device=seed.device), p, dtype)
@@ -73,7 +72,8 @@ def _kept(uniform: Tensor, p: float, dtype: torch.dtype) -> Tensor:
 
 
 def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    return mask * x * float(1 / (1 - p))  # the order of torch's decomposition of `native_dropout`
+    # the same order of multiplications as in torch's decomposition of `native_dropout`
+    return mask * x * float(1 / (1 - p))
 
 
 def _inductor_mask(seed: Tensor, shape: Sequence[int], p: float, dtype: torch.dtype) -> Tensor:
@@ -86,4 +86,5 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload[Any, Any], Callable[..., Tensor]] = {
     torch.ops.fxremat.masked.default: _masked,
 }
 
-ALWAYS_COMPILED = frozenset([torch.ops.fxremat.seeded_mask.default])  # its own kernel draws other numbers
+# if run uncompiled, the op draws other numbers than compiled code does
+ALWAYS_COMPILED = frozenset([torch.ops.fxremat.seeded_mask.default])

@@ -1,4 +1,4 @@
-"""The tensor in `.grad` of a parameter whose gradient the step has used up."""
+"""A tensor for `.grad` of parameters whose gradient the step has used up; using it raises an explanation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxremat.errors import FxrematError
 
 
 class Spent(torch.Tensor):
-    """The tensor in `.grad` of a parameter that the backward has updated: its use raises an error that says so."""
+    """The `.grad` of a parameter that the backward has already updated; using it raises an error that says so."""
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -1,11 +1,11 @@
 """Rewrites of graphs, one per file, and lowering: from a program to the two graphs that run.
 
-For other compilers there are whole passes, which plan graphs that others captured, and give them back rewritten:
+For other compilers there are passes that plan a graph which another tool captured, and return it rewritten:
 
     partitioner(mem)            a partition function of AOTAutograd, which AutoParallel and torch_xla take too
     InductorPartitioner(mem)    for `torch._inductor.config.custom_partitioner_fn`
-    step_pass(mem)              on the graph of a full step
-    tag(graph, plan)            marks of what is kept and recomputed, for executors that read them
+    step_pass(mem)              for the graph of a full training step
+    tag(graph, plan)            marks nodes as kept or recomputed, for executors that read such marks
     as_emitted                  a compiler that runs a graph as it is
     to_text(graph), from_text   a captured graph as text, which `fxremat opt` plans
 """
@@ -32,7 +32,7 @@ __all__ = [
     "to_text",
 ]
 
-_PASSES = {  # names of passes that plan, and the module that each is imported from on first use
+_PASSES = {  # names of passes that plan, and the modules that they are imported from on first use
     "InductorPartitioner": "fxremat.compilers.inductor",
     "Partitioner": "fxremat.compilers.partition",
     "StepPass": "fxremat.compilers.whole_step",
@@ -46,7 +46,7 @@ _PASSES = {  # names of passes that plan, and the module that each is imported f
 
 
 def __getattr__(name: str) -> Any:
-    """Import a pass that plans on its first use: planning stands above the rewrites of graphs."""
+    """Import a pass that plans on its first use, since importing planning here would be circular."""
     if name in _PASSES:
         return getattr(import_module(_PASSES[name]), name)
     raise AttributeError(f"module 'fxremat.passes' has no attribute {name!r}")

@@ -1,15 +1,15 @@
-"""Rewrites of the BatchNorms of a captured graph in training.
+"""Rewrites of the BatchNorms of a captured graph in training mode.
 
     native_batch_norm_backward(g, x, w, running, ...)    ->    native_batch_norm_backward(g, x, w, None, ...)
 
-In training mode the backward uses only the statistics of the batch. If it read the running statistics, which the
-forward overwrites, autograd would raise that they were "modified by an inplace operation".
+In training mode the backward uses only the statistics of the batch. If it read the running statistics, which
+the forward overwrites, autograd would raise that they were "modified by an inplace operation".
 
     y, mean, rstd, running' = batch_norm(x, w, b, running)    ->    mean, rstd, running' = batch_statistics(x, running)
                                                                     y = batch_normalized(x, w, b, mean, rstd)
 
-The statistics are a few numbers a channel, which plans keep. Recomputing the large output from them saves most of the
-time, which goes into the statistics: see `graphs.batch_norm`.
+The statistics are a few numbers per channel, which plans keep. Most of the time of a BatchNorm goes into them,
+so that recomputing only the large output is cheap: see `graphs.batch_norm`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fxremat.passes.evaluate import evaluate
 aten = torch.ops.aten
 
 TRAINING = 7  # index of the argument `train` of the backward op
-RUNNING_MEAN, RUNNING_VARIANCE = 3, 4  # indices of these arguments of the backward op
+RUNNING_MEAN, RUNNING_VARIANCE = 3, 4  # indices of the running mean and variance among the arguments of the backward op
 HALVED = (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
 
 
@@ -70,13 +70,13 @@ def _halve_all(graph: fx.Graph, *, exact: bool) -> None:
 
 
 def _may_be_halved(node: fx.Node, *, exact: bool) -> bool:
-    """Tell whether a BatchNorm can be split: it is in training, and its kernels keep statistics in float32 or wider.
+    """Tell whether a BatchNorm can be split: it is in training mode, and its statistics are float32 or wider.
 
-    The types of parameters and running statistics decide that, without any the type of the input; the types of the fake
-    statistics would mislead on a CPU (torch 2.13).
+    The dtype of parameters and running statistics decides that, or without any, that of the input; the fake
+    statistics have misleading dtypes on a CPU (torch 2.13).
 
     Args:
-        exact: the two halves must have the original op's bits.
+        exact: the two ops must give the same bits as the original op.
     """
     x, weight, _, mean, _, training, _, _ = batch_norm_arguments(node)
     if not training or not any(item.args[1] == 0 for item in node.users):

@@ -6,18 +6,18 @@
     convolution_backward(g, x, w)      ->    convolution_backward(clone(g, channels_last), a, b)
     return y                           ->    return clone(y, contiguous_format)
 
-Kernels that are compiled for a part of the graph keep the layouts at the borders of that part, so that the compiler
-cannot choose the format for the entire graph. Here it is chosen before the graph is planned:
+Inductor keeps the layouts at the borders of each compiled region, so it cannot choose the format for the entire
+graph. Here it is chosen before the graph is planned:
 
     a copy              is made where a convolution reads another layout, once for all readers of a value; of a
-                        weight, once for a convolution and its backward, so that towers with shared weights share no
-                        value
-    every later op      gets as its fake value the result of its fake kernel on the new layouts
-    an op that cannot   handle the new layout, or that is given strides, reads a copy in the captured layout
-    what is returned    has the captured layout, so that autograd and the caller see no difference
+                        weight, once for a convolution and its backward, so that parallel branches that share weights
+                        have no value in common
+    every later op      gets a new fake value, from its fake kernel on the new layouts
+    an op that cannot   read the new layout, or that has strides as arguments, reads a copy in the captured layout
+    outputs             keep the captured layout, so that autograd and the caller see no difference
 
-The graph must be functional: the pass runs after `drop_detach` and before `note_overwriting`. It is for compiled
-kernels only, since results come from other kernels, which round in another order.
+The graph must be functional: the pass runs after `drop_detach` and before `note_overwriting`. It is only for
+graphs that Inductor compiles, since results come from other kernels, which round in another order.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-DTYPES = {torch.float32, torch.bfloat16, torch.float16}  # a CPU's kernels for doubles gain nothing
+# float64 is left out, since channels_last kernels for it are no faster on a CPU
+DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
-NODES_A_CONVOLUTION = 300  # a graph with more nodes for each convolution is left alone, as in `torch._inductor`
+NODES_A_CONVOLUTION = 300  # graphs with more nodes per convolution are left unchanged, as in `torch._inductor`
 
-ROLES = {  # indices of the arguments: the gradient of the output, if any, the activation, and the weight
+ROLES = {  # for each op, argument indices of the output's gradient (if any), the activation and the weight
     aten.convolution.default: ((), 0, 1),
     aten.convolution_backward.default: ((0,), 1, 2),
 }
 
-TOLD_STRIDES = {  # ops with strides among their arguments
+TOLD_STRIDES = {  # ops that have strides among their arguments
     *(aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default),
     *(aten.new_empty_strided.default, aten.stride.int),
 }
-SHOWN_OTHERWISE = {  # a CPU's kernels return other layouts than fake kernels (torch 2.11 and 2.13)
+SHOWN_OTHERWISE = {  # ops whose CPU kernels return other layouts than their fake kernels (torch 2.11 and 2.13)
     *(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default, aten.glu_backward.default),
     *(aten.reflection_pad2d_backward.default, aten.replication_pad2d.default, aten.replication_pad2d_backward.default),
     *(aten.reflection_pad3d.default, aten.reflection_pad3d_backward.default),
@@ -65,7 +66,7 @@ SHOWN_OTHERWISE = {  # a CPU's kernels return other layouts than fake kernels (t
 
 
 def convolve_channels_last(graph: fx.Graph) -> None:
-    """Convert the convolutions of a joint graph in place if that makes them faster; do nothing if anything raises.
+    """Convert a joint graph's convolutions to channels_last if that is faster; leave it unchanged if anything raises.
 
     O(nodes).
     """
@@ -83,11 +84,12 @@ def convolve_channels_last(graph: fx.Graph) -> None:
 
 
 def pays(convolutions: Iterable[fx.Node]) -> bool:
-    """Tell whether channels_last makes a graph's convolutions faster; for GPUs as `torch._inductor` decides.
+    """Tell whether channels_last would make a graph's convolutions faster.
 
-    On a GPU it is slower for grouped convolutions of several channels a group, for convolutions that halve the
-    channels, and if no convolution has many channels. On a CPU, by measurements, only groups of many channels are
-    slower; such convolutions keep their layout, and must not make more than half of all multiplications.
+    On GPUs the rule is that of `torch._inductor`: it excludes graphs with grouped convolutions of several
+    channels per group, or with convolutions that halve the channels, and those in which no convolution has many
+    channels. On a CPU, by measurements, only groups of many channels are slower; such convolutions are not
+    converted, and must not do more than half of all multiplications.
     """
     ours = [node for node in convolutions if _convertible(node)]
     if not ours:
@@ -121,7 +123,8 @@ def _groups(node: fx.Node) -> int:
 def _slow_on_cpu(node: fx.Node) -> bool:
     """Tell whether channels_last makes a grouped convolution slower on a CPU.
 
-    With oneDNN it takes 1.1 to 1.7 times as long for 8 or more channels a group, and 0.3 to 0.5 times for up to 4.
+    With oneDNN it takes 1.1 to 1.7 times as long with 8 or more channels per group, 0.3 to 0.5 times with up to
+    4.
     """
     return _groups(node) > 1 and _weight(node).shape[1] > 4
 
@@ -136,7 +139,10 @@ def _few_channels(node: fx.Node) -> bool:
 
 
 def _multiplications(node: fx.Node) -> int:
-    """Return the multiplications of a convolution: each element of its result (transposed: input) meets one filter."""
+    """Return the number of multiplications of a convolution.
+
+    Each element of its result (for a transposed convolution: of its input) is multiplied with one filter.
+    """
     transposed = node.args[6]
     shown = _activation(node) if transposed else _tensor(node)
     return shown.numel() * math.prod(_weight(node).shape[1:])
@@ -158,14 +164,15 @@ def _is_image(value: object) -> bool:
 
 
 def _lies_otherwise(tensor: torch.Tensor, *, broadcast: bool) -> bool:
-    """Tell whether a tensor is contiguous and not channels_last; or, if `broadcast`, repeats elements (stride 0)."""
+    """Tell whether a tensor is contiguous but not channels_last, or, if `broadcast`, has a dimension of stride 0."""
     if tensor.is_contiguous():
         return not tensor.is_contiguous(memory_format=FORMATS[tensor.dim()])
     return broadcast and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _element_by_element(node: fx.Node) -> bool:
-    """Tell whether an op is pointwise or a backward op (not of attention), so that its operands should lie alike."""
+    """Tell whether an op is pointwise or a backward op (not of attention), so that equal layouts of its operands help.
+    """
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return False
     name = node.target._schema.name
@@ -191,16 +198,17 @@ def _storages(value: object) -> set[int]:
 
 
 class _Conversion:
-    """One walk over a graph, which rewrites it on the way."""
+    """Walks once over a graph in execution order, and converts it to channels_last."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.views = {node for node in graph.nodes if node.op == "call_function" and _is_view(node)}
-        self.captured: dict[fx.Node, Any] = {}  # fake values, as captured, of nodes that have other ones now
+        self.captured: dict[fx.Node, Any] = {}  # node -> fake value as captured, for nodes whose fake value was changed
         self.source: dict[fx.Node, fx.Node] = {}  # copy in channels_last -> the node that it copies
-        self.copies: dict[fx.Node, fx.Node] = {}  # node -> its copy in channels_last; weights are apart
-        self.weights: dict[tuple[fx.Node, fx.Node], fx.Node] = {}  # weight and activation -> copy of the weight
-        self.instead: dict[fx.Node, fx.Node] = {}  # node -> the copy that all later ops read
+        self.copies: dict[fx.Node, fx.Node] = {}  # node -> its copy in channels_last, except for weights
+        # (weight, activation) -> the weight's copy in channels_last
+        self.weights: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        self.instead: dict[fx.Node, fx.Node] = {}  # node -> the copy that later ops read instead
         self.originals: dict[fx.Node, fx.Node] = {}  # node -> a node with the same elements in the captured layout
 
     def run(self) -> None:
@@ -226,7 +234,7 @@ class _Conversion:
             return
         try:
             shown = evaluate(node)
-        except Exception:  # such as a view that is impossible with these strides
+        except Exception:  # raised for example by a view that is impossible with channels_last strides
             self._as_captured(node)
         else:
             self._show(node, shown)
@@ -235,7 +243,10 @@ class _Conversion:
         return node in self.captured or node in self.source
 
     def _convolve(self, node: fx.Node) -> None:
-        """Let a convolution, or its backward, read channels_last; later readers of the activations do so too."""
+        """Make a convolution, or its backward, read channels_last copies of its operands.
+
+        Later ops read the same copies.
+        """
         gradients, activation, weight = ROLES[node.target]  # type: ignore[index]
         for place in (*gradients, activation):
             read = cast(fx.Node, node.args[place])
@@ -250,11 +261,11 @@ class _Conversion:
             node.update_arg(weight, self.weights[use])
 
     def _even_out(self, node: fx.Node) -> None:
-        """Let an op that reads channels_last tensors read all of its operands in that format.
+        """Make an op that reads channels_last tensors read all of its operands in that format.
 
-        Kernels are slow if operands differ in layout, fake kernels then do not always know the layout of the result,
-        and a later convolution would copy that anyway. The layout of a broadcast operand does not matter to a pointwise
-        op.
+        Kernels are slow on operands of different layouts, fake kernels do not always return the real layout of
+        such results, and a later convolution would copy them anyway. The layout of a broadcast operand does not
+        matter to a pointwise op.
         """
         read = [n for n in node.all_input_nodes if _is_image(n.meta.get("val"))]
         leaders = [n for n in read if self._is_new(n) and _lies_channels_last(_tensor(n), activation=True)]
@@ -279,14 +290,14 @@ class _Conversion:
         return copy
 
     def _new(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """Insert a node with the metadata of `like`: line of the model, forward or backward."""
+        """Insert a node with the metadata of `like` (source line, forward or backward) and a fake value of its own."""
         made = self.graph.call_function(target, args, kwargs)
         made.meta = {key: value for key, value in like.meta.items() if key != "tensor_meta"}
         made.meta["val"] = evaluate(made)
         return made
 
     def _show(self, node: fx.Node, shown: Any) -> None:
-        """Set a node's new fake value, if its layout changed, or if the node is a view or a getitem."""
+        """Set a node's new fake value if its layout changed, or if the node is a view or a getitem."""
         old = node.meta["val"]
         if _shapes(shown) != _shapes(old):
             raise AssertionError(f"{node.name} shows other shapes in another layout")
@@ -298,16 +309,16 @@ class _Conversion:
         node.meta.pop("tensor_meta", None)
 
     def _as_captured(self, node: fx.Node) -> None:
-        """Let a node read its inputs in the layouts in which it was captured, from copies where necessary."""
+        """Make a node read its inputs in the captured layouts, from copies where necessary."""
         read = {n: self._original(n, node, before=node) for n in node.all_input_nodes}
         node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), read.__getitem__)
         if node in self.views:
             self._show(node, evaluate(node))
 
     def _original(self, node: fx.Node, like: fx.Node, *, before: fx.Node) -> fx.Node:
-        """Return a node with the elements of `node` in the captured layout; if there is none yet, insert it.
+        """Return a node with the elements of `node` in the captured layout, inserting it if necessary.
 
-        A view becomes a view of its base in the captured layout: outputs that share memory continue to share it.
+        A view becomes a view of its base in the captured layout, so that outputs that share memory still do.
 
         Args:
             like: the node whose metadata new nodes get.
@@ -329,7 +340,7 @@ class _Conversion:
         return self.originals[node]
 
     def _laid_out(self, node: fx.Node, wanted: torch.Tensor, like: fx.Node) -> fx.Node:
-        """Return a copy of a node in the layout of `wanted`, which has to be dense: without gaps, at offset 0."""
+        """Insert a copy of a node in the layout of `wanted`, which must have no gaps and offset 0."""
         for format_ in (torch.contiguous_format, FORMATS.get(wanted.dim())):
             if format_ and wanted.is_contiguous(memory_format=format_):
                 made = self._new(like, aten.clone.default, (node,), {"memory_format": format_})
@@ -344,7 +355,7 @@ class _Conversion:
         return self._new(like, aten.as_strided.default, (copy, list(wanted.shape), list(wanted.stride())), {})
 
     def _return(self, output: fx.Node) -> None:
-        """Let the graph return outputs in the captured layouts; outputs that shared memory still share it."""
+        """Make the graph return outputs in the captured layouts; outputs that shared memory still share it."""
         returned = [node for node in output.all_input_nodes if node in self.captured]
         moved = [n for n in returned if strides_of(n.meta["val"]) != strides_of(self.captured[n])]
         stale = set().union(*(_storages(self.captured[node]) for node in moved))
@@ -358,9 +369,9 @@ def _slow_here(node: fx.Node) -> bool:
 
 
 def _follows(node: fx.Node) -> bool:
-    """Tell whether an op may read any layout: one of PyTorch's own, not random, with tensors of known sizes as results.
+    """Tell whether an op may read any layout: an aten op that is not random and returns tensors of known sizes.
 
-    Random numbers are drawn in the order of memory, so that the number that an element gets depends on the layout.
+    Random numbers are drawn in memory order, so the number that an element gets would depend on the layout.
     """
     if node.target is operator.getitem:
         return True
@@ -373,7 +384,8 @@ def _follows(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Tell whether a node's result shares memory with what it reads; for a getitem, whether that of its op does."""
+    """Tell whether a node's result shares memory with an input of the node, or for a getitem, of the op it belongs to.
+    """
     if node.target is operator.getitem:
         return _is_view(cast(fx.Node, node.args[0]))
     read = set().union(*(_storages(parent.meta.get("val")) for parent in node.all_input_nodes))

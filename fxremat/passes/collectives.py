@@ -1,9 +1,10 @@
-"""Merge of the start of each collective of a captured graph and the wait for it into one op, and its inverse.
+"""Merge the start of each collective and the wait for its result into one op, or split them again.
 
     started = all_gather_into_tensor(x, ...);  ...;  y = wait_tensor(started)    ->    y = Collective(...)(x, ...)
 
-See `graphs.collectives`. A captured graph has the collectives of tensor parallelism (DTensor's redistributions), and
-the functional collectives that the model calls. One that nothing waits for is left as it is.
+See `graphs.collectives`. Captured graphs have the collectives of tensor parallelism (DTensor's
+redistributions), and functional collectives that the model calls. A collective that nothing waits for is not
+changed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fxremat.passes.evaluate import show_views
 from fxremat.torch_private import group_named
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-KEPT = "recompute"  # the mark of what torch's checkpointing keeps and recomputes
+KEPT = "recompute"  # the key in `meta` under which torch's checkpointing marks what is kept or recomputed
 
 
 def wait_at_once(graph: fx.Graph) -> None:
@@ -36,14 +37,15 @@ def wait_at_once(graph: fx.Graph) -> None:
             wait.replace_all_uses_with(started)
             if KEPT in wait.meta:
                 node.meta[KEPT] = wait.meta[KEPT]
-            show_views(started, wait.meta["val"])  # a wait returns its operand, but its fake value is a new tensor
+            # a wait returns its operand at run time, but its fake value is a new tensor
+            show_views(started, wait.meta["val"])
             graph.erase_node(wait)
 
 
 def start_and_wait(graph: fx.Graph) -> None:
-    """Replace collectives of an emitted graph by PyTorch's own ops, a start and a wait for each result. O(nodes).
+    """Replace collectives of an emitted graph by PyTorch's own ops: a start, and a wait for each result. O(nodes).
 
-    An all-gather that starts early is waited for at once where its backend must not run two at a time.
+    An all-gather that starts early is waited for at once if its backend cannot run two collectives at a time.
     """
     for node in [*graph.nodes]:
         if isinstance(node.target, Collective):

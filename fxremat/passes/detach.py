@@ -1,7 +1,7 @@
 """Removal of what autograd leaves in a joint graph: `detach`, which has no effect there, and marks of stashed tensors.
 
-AOTAutograd marks tensors that an `autograd.Function` stashes as `ctx.x = x`, and keeps them until the loss is gone.
-Without the mark they are saved like other values, and freed while the backward runs, as plans count them.
+AOTAutograd marks tensors that an `autograd.Function` stores as `ctx.x = x`, and keeps them as long as the loss.
+Without the mark they are saved like other values and freed during the backward, which is how plans count them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from fxremat.torch_private import STASHED
 
 
 def drop_detach(graph: fx.Graph) -> None:
-    """Replace every `detach` by its argument, and remove the marks of stashed tensors. O(nodes)."""
+    """Replace every `detach` by its argument, and remove AOTAutograd's marks of stashed tensors from `meta`. O(nodes).
+    """
     for node in graph.nodes:
         node.meta.pop(STASHED, None)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):

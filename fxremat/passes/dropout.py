@@ -1,10 +1,10 @@
-"""A rewrite of the dropouts of a captured graph to the bits of eager PyTorch.
+"""A rewrite of captured dropouts so that they give the same bits as eager PyTorch.
 
-    eager on a CPU     x * (mask / (1 - p)), the quotient rounded to x's type; its backward does the same
+    eager on a CPU     x * (mask / (1 - p)), the quotient rounded to the dtype of x; its backward does the same
     as captured        x * mask * (1 / (1 - p)), the quotient exact
 
-The two differ by rounding: forward and backward in single precision for some p (0.15, not 0.1), the backward in half
-precision for most. On CUDA eager PyTorch runs the captured op itself.
+The two round differently: forward and backward in single precision for some p (0.15, not 0.1), the backward in
+half precision for most p. On CUDA eager PyTorch runs the captured op itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def drop_as_eager(graph: fx.Graph) -> None:
     drop_everything(graph)
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):
         gradient, mask, scale = node.args
-        if _on_cpu(node) and scale not in (0, 1):  # p = 1 or p = 0
+        if _on_cpu(node) and scale not in (0, 1):  # scales of 0 and 1, for p = 1 and p = 0, are exact
             node.args = (gradient, mask, rounded(1 / cast(float, scale), tensor_read(node).dtype))
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         _, p, training = node.args
@@ -44,7 +44,7 @@ def drop_everything(graph: fx.Graph) -> None:
 
 
 def rounded(keep: float, dtype: torch.dtype) -> float:
-    """Return 1 / keep as eager dropout rounds it.
+    """Return 1 / keep, rounded to `dtype` as in eager dropout.
 
     >>> rounded(0.85, torch.float32), rounded(0.85, torch.bfloat16)
     (1.1764705181121826, 1.1796875)
@@ -63,7 +63,7 @@ def _on_cpu(node: fx.Node) -> bool:
 
 
 def _split(node: fx.Node, keep: float) -> None:
-    """Replace a dropout by an op that draws the same mask, and one that multiplies as eager PyTorch does."""
+    """Replace a dropout by an op that draws the same mask and one that multiplies in the order of eager PyTorch."""
     x = cast(fx.Node, node.args[0])
     with node.graph.inserting_before(node):
         mask = call_like(node, aten.bernoulli.p, call_like(node, aten.empty_like.default, x, dtype=torch.bool), keep)

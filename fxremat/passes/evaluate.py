@@ -1,4 +1,4 @@
-"""The fake value of a node, computed anew after a pass has changed its inputs or inserted it."""
+"""Fake values of nodes, computed again after a pass has inserted them or changed their inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxremat.torch_private import storage_of
 
 
 def evaluate(node: fx.Node) -> Any:
-    """Return the fake value of a node, computed from the present fake values of its inputs, whose shapes stay."""
+    """Return the fake value of a node, computed from the current fake values of its inputs, in their fake mode."""
     if node.target is operator.getitem:
         return cast(fx.Node, node.args[0]).meta["val"][node.args[1]]
     args: Any
@@ -28,7 +28,7 @@ def evaluate(node: fx.Node) -> Any:
 
 
 def show_views(node: fx.Node, old: torch.Tensor) -> None:
-    """Let the fake values of views of a node be views of the node's value, where they are views of `old`."""
+    """Recompute the fake values of views of a node, as views of the node's value instead of `old`."""
     for view in node.users:
         if any(tensor is not None and storage_of(tensor) == storage_of(old) for tensor in tensors_of(view)):
             view.meta = dict(view.meta) | {"val": evaluate(view)}

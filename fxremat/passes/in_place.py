@@ -1,15 +1,19 @@
-"""Notes on backward ops that may overwrite a gradient which no other op reads; the graph itself does not change.
+"""Notes on which backward ops may write their result over a gradient that no other op reads; no node is changed.
 
     add(g1, g2), if no other op reads g1    ->    add_(g1, g2)
 
-A sum of gradients, the backward of a ReLU or of a dropout needs three buffers where two are enough. Such an op runs
-once, and what it overwrites has no other reader, so it may overwrite in whatever order a plan runs the backward. The
-numbers are the same: the same kernel reads each element before it writes it, provided that the operand has the layout
-that a new result would have; otherwise the next reader might add in another order. Fake tensors do not always know the
-real layouts, so measuring compares them (`cost.measure`), and finds the ops that must allocate a new result after all
-(`Costs.fresh`). Nor is the layout of gradients known that a loss outside of the model hands in: values that may have
-such a layout are overwritten only by ops whose new result would have the same layout, whatever it is. In plans the
-result is a value of its own, and the op's workspace is negative by the bytes that it reuses
+Without that, a sum of gradients or the backward of a ReLU or of a dropout needs three buffers where two are
+enough. Since such an op runs once and is the only reader of the gradient, this is safe in any order in which a
+plan runs the backward.
+
+The numbers are the same, because the same kernel reads each element before it writes it. For that the operand
+must have the layout that a new result would have; otherwise the next reader might add in another order. Fake
+tensors do not always have the real layouts, so measuring compares them (`cost.measure`), and finds ops that
+must allocate a new result after all (`Costs.fresh`). The layout of gradients from a loss outside of the model
+is not known either: values that may have such a layout are overwritten only by ops whose new result would have
+the same layout, whatever it is.
+
+In plans the result is a value of its own, and the op's workspace is negative by the bytes that it reuses
 (`graphs.accounting.costs_from`).
 """
 
@@ -32,21 +36,24 @@ from fxremat.torch_private import storage_of
 
 aten = torch.ops.aten
 
-COMMUTE = {aten.add.Tensor, aten.mul.Tensor}  # ops that may overwrite their second operand instead
+COMMUTE = {aten.add.Tensor, aten.mul.Tensor}  # ops that may overwrite their second operand as well as their first
 
 
 def note_overwriting(graph: fx.Graph) -> None:
-    """Note which backward ops may overwrite an operand that no other op reads, if the layouts agree. O(nodes).
+    """Record in `meta` which backward ops may overwrite an operand that no other op reads. O(nodes).
 
-    Only values computed from a tangent (a gradient that autograd hands in) are overwritten, and never a tangent itself:
-    autograd may still hold it.
+    Only values computed from the gradients that autograd passes in are overwritten, and never these gradients
+    themselves, since autograd may still hold them.
     """
     handed_in = set(tangents_in(graph))
     note_overwriting_among(graph, depending_on(graph, handed_in) - handed_in)
 
 
 def note_overwriting_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
-    """Note anew which ops may overwrite an operand in `ours` that no other op reads. O(nodes)."""
+    """Record in `meta` which ops may overwrite an operand that is in `ours` and read by no other op. O(nodes).
+
+    Earlier records are removed.
+    """
     shown = Counter(storage_of(t) for node in graph.nodes if (t := _tensor(node)) is not None)
     unknown = laid_out_by_others(graph)
     forget_overwriting(graph)
@@ -62,7 +69,7 @@ def note_overwriting_among(graph: fx.Graph, ours: Set[fx.Node]) -> None:
 
 
 def forget_overwriting(graph: fx.Graph) -> None:
-    """Remove the notes of which ops may overwrite an operand, before ops of the graph are replaced."""
+    """Remove the records of which ops may overwrite an operand; needed before ops of the graph are replaced."""
     for node in graph.nodes:
         node.meta.pop(PLACE, None)
 
@@ -82,7 +89,8 @@ def _tensor(node: fx.Node) -> torch.Tensor | None:
 
 
 def _may_take(node: fx.Node, operand: object, ours: Set[fx.Node], shown: Counter[int]) -> bool:
-    """Tell whether an op may overwrite an operand: it alone reads it, and both cover a storage in the same layout."""
+    """Tell whether an op may overwrite an operand: it is the only reader, and result and operand have the same layout.
+    """
     if not isinstance(operand, fx.Node) or operand not in ours:
         return False
     if sum(leaf is operand for leaf in tree_leaves((node.args, node.kwargs))) != 1:
@@ -110,7 +118,7 @@ def _equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _views_below(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the node of which `node` is a view, and so on down to the node that made the storage."""
+    """Yield the node of which `node` is a view, then the node of which that is a view, down to the storage's first."""
     storage = storage_of(node.meta["val"])
     while parents := [
         p for p in node.all_input_nodes if (t := _tensor(p)) is not None and storage_of(t) == storage

@@ -1,15 +1,15 @@
-"""A program made into two fx graphs: the forward, which also returns what it saves, and the backward, which takes that.
+"""Lowering: turn a program into two fx graphs, a forward that also returns the saved tensors, and a backward.
 
     forward    (*primals)          -> (*outputs, *saved)
-    backward   (*saved, *tangents) -> one gradient (or None) a primal
+    backward   (*saved, *tangents) -> one gradient (or None) for each primal
 
-If the joint graph has symbolic sizes, the sizes that ops need are further inputs: after the primals of the forward, and
-before the saved values of the backward; `sizes_of` returns them.
+If the joint graph has symbolic sizes, sizes that ops need are further inputs: after the primals of the forward,
+and before the saved values of the backward; `sizes_of` returns them.
 
-Views are emitted where they are read, from the version of their storage that exists there (each execution of an op
-makes a new version of its result); parameters and inputs are saved as they are. A recomputation is named after its
-original: `addmm_3__r1` is the first recomputation of `addmm_3`. Every node has
-`meta["fxremat"] = {"block", "name", "role"}`, and `print_readable()` shows it above the code.
+Views are emitted where they are read, from the version of their storage at that point (each execution of an op
+makes a new version of its result); parameters and inputs are saved as they are. A recomputation is named after
+its original: `addmm_3__r1` is the first recomputation of `addmm_3`. Every node has `meta["fxremat"] = {"block",
+"name", "role"}`, which `print_readable()` shows above the code.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(frozen=True, kw_only=True)
 class Handles:
-    """The names by which graphs find parameters that the step updates."""
+    """How emitted graphs refer to the parameters that the step updates."""
 
-    name: str  # of the `ops.parameters.Weights` that holds them
-    numbers: Mapping[int, int]  # value of a parameter in the joint graph -> its index among the optimizer's parameters
+    name: str  # name of the `ops.parameters.Weights` object that holds the parameters
+    # number of a parameter's value in the joint graph -> index of the parameter in the optimizer
+    numbers: Mapping[int, int]
 
 
 def lower(
@@ -56,39 +57,43 @@ def lower(
     """Emit the forward and the backward graph of a program. O(steps); both are linted.
 
     Args:
-        fresh: ops that allocate a new result where they might overwrite an operand (`Costs.fresh`).
+        fresh: ops that allocate a new result although they might overwrite an operand (`Costs.fresh`).
         tier: the name of the host tier to which the program copies values; "" if it copies none.
-        handles: the names of the parameters, if the step updates them.
+        handles: how to refer to the parameters, if the step updates them.
     """
     return Lowering(verify(program) if is_verified() else program, tier, handles, fresh).run()
 
 
 def sizes_of(graph: fx.GraphModule) -> tuple[Size, ...]:
-    """Return the symbolic numbers that an emitted graph takes as inputs, in order."""
+    """Return the symbolic sizes that an emitted graph takes as inputs, in order."""
     sizes: tuple[Size, ...] = graph.meta["sizes"]
     return sizes
 
 
 @dataclass
 class Part:
-    """One of the two graphs under construction."""
+    """The forward or the backward graph under construction, with the nodes that exist in it so far."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
-    bases: dict[int, fx.Node] = field(default_factory=dict)  # version -> the node of its entire storage
-    views: dict[tuple[int, fx.Node], fx.Node] = field(default_factory=dict)  # by version, and node in the joint graph
-    seeds: dict[int, fx.Node] = field(default_factory=dict)  # op -> saved generator state
-    hosts: dict[int, fx.Node] = field(default_factory=dict)  # number of a round trip to the host -> the copy there
-    coming: dict[int, fx.Node] = field(default_factory=dict)  # round trip -> memory that its copy back is filling
-    sizes: dict[Size, fx.Node] = field(default_factory=dict)  # symbolic number -> its placeholder
+    # version (result of one execution of a value's op) -> node of its entire storage
+    bases: dict[int, fx.Node] = field(default_factory=dict)
+    # (version of a value, view node of the joint graph) -> the same view in the lowered graph
+    views: dict[tuple[int, fx.Node], fx.Node] = field(default_factory=dict)
+    seeds: dict[int, fx.Node] = field(default_factory=dict)  # random op -> the node of its saved generator state
+    # number of a round trip to the host -> the node of the copy on the host
+    hosts: dict[int, fx.Node] = field(default_factory=dict)
+    # number of a round trip -> the node of the memory that the copy back fills
+    coming: dict[int, fx.Node] = field(default_factory=dict)
+    sizes: dict[Size, fx.Node] = field(default_factory=dict)  # symbolic size -> its placeholder
 
 
 class Lowering:
-    """Builder of the two graphs of a program."""
+    """Builds the forward and the backward graph of a program."""
 
     def __init__(self, program: Program, tier: str, handles: Handles | None, fresh: Set[int]) -> None:
         self.program, self.fresh = program, fresh
         self.tier, self.handles = tier, handles
-        self.copies_in = {  # number of a copy -> the parameter that it brings from the host, where that lives
+        self.copies_in = {  # index of a copy from the host -> the parameter that is copied
             step.trip: program.version_of[step.writes[0]]
             for step in program.steps
             if isinstance(step, Transfer)
@@ -96,23 +101,24 @@ class Lowering:
             and program.fetched.intersection(step.writes)
         }
         self.joint = captured_of(program.layout.graph)
-        self.under_way = {  # the first result of each collective that is waited for later
+        # versions (results of one execution) that a collective writes and that are waited for in a later step
+        self.under_way = {
             step.reads[0] for step in program.steps if step.role is Role.COMPLETE
         }
         self.forward, self.backward = Part(), Part()
-        self.started: set[fx.Node] = set()  # results of collectives that have not been waited for
+        self.started: set[fx.Node] = set()  # results of collectives that were started and not waited for yet
         self.copies: dict[int, int] = {}
         self.saved: list[
             tuple[fx.Node, fx.Node]
-        ] = []  # node of the forward graph, its placeholder in the backward
+        ] = []  # pairs: a node of the forward graph, and its placeholder in the backward graph
         self.meta: dict[str, Any] = {}
         self.second_half = self._halves()
         self.second_halves = set(self.second_half.values())
-        self.items: list[fx.Node] = []  # results of BatchNorms that are emitted as one op
+        self.items: list[fx.Node] = []  # the results (getitem nodes) of BatchNorms that are emitted as one op
         self.symbolic = any(map(is_size_node, self.joint.module.graph.nodes))
 
     def run(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Emit all steps, and the outputs."""
+        """Emit all steps and the outputs; return the two graphs."""
         joint, program = self.joint, self.program
         for primal in joint.primals:
             self.forward.bases[self._first(primal)] = self._placeholder(self.forward, primal)
@@ -123,7 +129,7 @@ class Lowering:
         copies = {value: self._preserve(value) for value in sorted(program.preserved)}
         for step in program.steps[: program.split]:
             self._step(self.forward, step)
-        for value, copy in copies.items():  # from here on the primal's node is the copy of the old one
+        for value, copy in copies.items():  # the backward reads the copy of the input instead of its overwritten value
             self.forward.bases[program.first[value]] = copy
         for tangent in joint.tangent_nodes:
             self.backward.bases[self._first(tangent)] = self._placeholder(self.backward, tangent)
@@ -131,7 +137,8 @@ class Lowering:
             self._step(self.backward, step)
         gradients: list[Any] = [self._output(self.backward, node) for node in joint.backward_outputs]
         outputs: list[Any] = [self._output(self.forward, node) for node in joint.forward_outputs]
-        self.saved.sort(key=lambda pair: is_number(pair[0].meta["val"]))  # autograd stores numbers separately, and last
+        # autograd stores numbers separately from tensors, after them
+        self.saved.sort(key=lambda pair: is_number(pair[0].meta["val"]))
         self.forward.graph.output((*outputs, *(node for node, _ in self.saved)))
         self.backward.graph.output(tuple(gradients))
         for item in self.items:
@@ -149,7 +156,7 @@ class Lowering:
         return placeholder
 
     def _preserve(self, value: int) -> fx.Node:
-        """Copy a primal that the step overwrites, for the backward, which still reads its old value."""
+        """Copy an input that the step overwrites, since the backward still reads its old value."""
         node = self.forward.bases[self.program.first[value]]
         copy = self.forward.graph.call_function(aten.clone.default, (node,))
         copy.meta = {"val": node.meta["val"], "fxremat": {"block": 0, "name": "", "role": "preserve"}}
@@ -180,7 +187,8 @@ class Lowering:
             self._travel(part, step)
 
     def _complete(self, part: Part, step: Transfer) -> None:
-        """Wait for the end of a collective: later readers of its results read the node of the wait."""
+        """Emit the wait for a collective that was started earlier; later readers of its results read the wait's node.
+        """
         for version in step.reads:
             shown = self.joint.shown[self.program.version_of[version]]
             started = part.bases[version]
@@ -190,9 +198,9 @@ class Lowering:
                 part.bases[version] = self._describe(node, shown)
 
     def _travel(self, part: Part, step: Transfer) -> None:
-        """Emit one event in the round trip of a value to the host.
+        """Emit one part of copying a value to the host and back.
 
-        The copy there is saved for the backward, as a CPU tensor.
+        The copy on the host is saved for the backward as a CPU tensor.
         """
         version = (*step.reads, *step.writes)[0]
         shown = self.joint.shown[self.program.version_of[version]]
@@ -219,7 +227,7 @@ class Lowering:
                 part.bases[version] = self._call(part, host_copies.wait, arguments, f"{shown.name}_wait", shown)
 
     def _travel_of_weight(self, part: Part, step: Transfer, value: int) -> None:
-        """Emit an event in copying a parameter that lives on the host: to the device, or back after its update."""
+        """Emit one part of copying a parameter between host and device: to the device, or back after its update."""
         version = (*step.reads, *step.writes)[0]
         match step.role:
             case Role.PREFETCH:
@@ -233,7 +241,7 @@ class Lowering:
                 self._call_weights(part, parameters.release, value, "release", leaving)
 
     def _travel_of_state(self, part: Part, step: Transfer, value: int) -> None:
-        """Emit an event in copying optimizer state that lives on the host: to the device, or back after the update."""
+        """Emit one part of copying optimizer state between host and device: to the device, or back after the update."""
         calls = {
             Role.PREFETCH: parameters.prefetch_state,
             Role.WAIT: parameters.wait_for_state,
@@ -257,7 +265,7 @@ class Lowering:
         return self._describe(node, shown)
 
     def _update(self, part: Part, step: Transfer) -> None:
-        """Emit the optimizer's update of a parameter, in place on the version that is on the device."""
+        """Emit the optimizer's update of a parameter, in place on its copy on the device."""
         weight, gradient = step.reads
         value = self.program.version_of[weight]
         read = self._read(part, self.joint.update_nodes[value], gradient)
@@ -269,7 +277,8 @@ class Lowering:
         return part.hosts[trip]
 
     def _halves(self) -> dict[Step, Step]:
-        """Map each first half of a BatchNorm to its second half, if that follows directly: they then run as one op."""
+        """Map the statistics of a BatchNorm to its normalization if that follows directly: the two then run as one op.
+        """
         steps, found = self.program.steps, {}
         for part in (steps[: self.program.split], steps[self.program.split :]):
             for first, second in itertools.pairwise(part):
@@ -282,7 +291,7 @@ class Lowering:
         return found
 
     def _execute_both(self, part: Part, step: Step, second: Step) -> None:
-        """Emit both halves of a BatchNorm as one op."""
+        """Emit the statistics and the normalization of a BatchNorm as one op."""
         statistics, normalized = self.joint.nodes[step.op], self.joint.nodes[second.op]
         versions = {self.program.version_of[version]: version for version in (*step.reads, *second.reads)}
         target, arguments = whole_call(statistics, normalized, again=step.role is Role.RECOMPUTE)
@@ -294,7 +303,7 @@ class Lowering:
         self._describe(node, statistics).meta["val"] = (normalized.meta["val"], *statistics.meta["val"])
         for version in (*step.writes, *second.writes):
             shown = self.joint.shown[self.program.version_of[version]]
-            if shown is statistics:  # no op reads it
+            if shown is statistics:  # `shown` is the statistics op itself only if no op reads its results
                 part.bases[version] = node
                 continue
             place = 0 if shown is normalized else 1 + cast(int, shown.args[1])
@@ -304,7 +313,7 @@ class Lowering:
             self.items.append(item)
 
     def _suffix(self, op: int) -> str:
-        """Return the suffix of the names of an op's next execution."""
+        """Return the suffix for the names of an op's next execution: "" for the first, then "__r1" and so on."""
         self.copies[op] = copy = self.copies.get(op, -1) + 1
         return f"__r{copy}" if copy else ""
 
@@ -337,17 +346,17 @@ class Lowering:
             self.started.update(part.bases[version] for version in step.writes)
 
     def _is_under_way(self, step: Step) -> bool:
-        """Tell whether a step is a collective that is waited for later."""
+        """Tell whether a step starts a collective that a later step waits for."""
         collective = isinstance(self.joint.nodes[step.op].target, Collective)
         return collective and bool(step.writes) and step.writes[0] in self.under_way
 
     def _emit(
         self, part: Part, step: Step, original: fx.Node, reads: Any, suffix: str
     ) -> tuple[fx.Node, int]:
-        """Emit the node of one execution.
+        """Emit the node of one execution of an op.
 
         Returns:
-            the node, and how many items it returns before the op's results: 1, a generator's state, or 0.
+            the node, and the number of results before those of the op: 1 if a generator state comes first, else 0.
         """
         target, arguments, given = self._call_of(step, original)
         if self._is_under_way(step):
@@ -361,7 +370,7 @@ class Lowering:
         return self._describe(node, original), 0
 
     def _call_of(self, step: Step, original: fx.Node) -> tuple[Any, Any, Any]:
-        """Return target and arguments of one execution, in nodes of the joint graph."""
+        """Return the function, arguments and keyword arguments of one execution, as nodes of the joint graph."""
         if step.role is Role.RECOMPUTE:
             return *again_call(original), original.kwargs
         if self.symbolic and overwritten(original) is not None and step.op not in self.fresh:
@@ -378,7 +387,8 @@ class Lowering:
         options: Any,
         suffix: str,
     ) -> tuple[fx.Node, int]:
-        """Emit a random op that runs more than once: save the generator's state the first time, replay it later."""
+        """Emit a random op that runs more than once: the first run saves the generator's state, later ones replay it.
+        """
         if step.role is Role.RECOMPUTE:
             state = self._seed(part, step.op)
             node = part.graph.create_node(
@@ -406,14 +416,17 @@ class Lowering:
     def _describe(self, node: fx.Node, original: fx.Node) -> fx.Node:
         node.meta = {key: value for key, value in original.meta.items() if key != PLACE} | self.meta
         if "custom" in self.meta and isinstance(own := original.meta.get("custom"), dict):
-            node.meta["custom"] = self.meta["custom"] | own  # what other compilers note there stays
+            # entries that other compilers have stored in `custom` are kept
+            node.meta["custom"] = self.meta["custom"] | own
         return node
 
     def _read(self, part: Part, node: fx.Node, version: int, suffix: str = "") -> fx.Node:
-        """Return the node in this part for a node of the joint graph, on a given version of its storage.
+        """Return the lowered node that corresponds to a node of the joint graph, for one version of its storage.
+
+        A version is the result of one execution, first or recomputed.
 
         Args:
-            suffix: of the names of new nodes.
+            suffix: appended to the names of new nodes.
         """
         value = self.joint.values[self.program.version_of[version]]
         if self.joint.shown[value.index] is node:
@@ -432,7 +445,7 @@ class Lowering:
         return part.views[key]
 
     def _size(self, part: Part, node: fx.Node) -> fx.node.Argument:
-        """Return a number that the input sizes determine, as an input of this part, or as an int if it is constant."""
+        """Return a number that the input sizes determine: an input of this graph, or an int if it is constant."""
         size = expression_of(node.meta["val"]) if isinstance(node.meta["val"], torch.SymInt) else node
         if not isinstance(size, fx.Node) and size.is_Integer:
             return int(size)
@@ -459,8 +472,8 @@ class Lowering:
     def _order_placeholders(self) -> None:
         """Sort the inputs of both graphs.
 
-        The forward takes primals, then sizes. The backward takes sizes, saved numbers, saved tensors in the order in
-        which the forward returns them, and tangents.
+        The forward takes primals, then symbolic sizes. The backward takes sizes, saved numbers, saved tensors
+        in the order in which the forward returns them, and the incoming gradients.
         """
         primals = [node for node in self.forward.graph.nodes if node.op == "placeholder"]
         primals.sort(key=lambda node: node in self.forward.sizes.values())

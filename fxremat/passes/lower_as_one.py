@@ -1,9 +1,9 @@
-"""A program made into one joint graph, in which every execution is a node of its own, recomputations included.
+"""Lowering to a single joint graph, in which every execution of an op, recomputations included, is a node of its own.
 
-The graph takes primals and tangents, and returns outputs and gradients, like the captured graph; `fusion.joint` reads
-it. It is functional: ops that may overwrite gradients make new results here. Steps come in groups, each of which may
-become a compiled region. Every group makes the views that it reads by itself, so that only entire storages cross
-between groups.
+The graph takes primals and tangents and returns outputs and gradients, like the captured graph; `fusion.joint`
+reads it. It is functional: ops that may overwrite gradients allocate new results here. Steps come in groups,
+each of which may become a region compiled by Inductor. Each group makes all views that it reads, so that only
+entire storages cross between groups.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ GROUP = "fxremat_group"  # key in the `meta` of a node: the index of its group o
 
 
 def lower_as_one(program: Program, groups: Sequence[Sequence[int]]) -> fx.Graph:
-    """Emit the steps of a program, in groups, as a graph of the captured module. O(steps).
+    """Emit the steps of a program, group by group, as one graph of the captured module. O(steps).
 
     Args:
-        groups: indices of steps in the order in which they run, those of the forward first; each step once.
+        groups: indices of steps in execution order, forward groups first; each step occurs once.
     """
     return _LoweringAsOne(program).emit(groups)
 
@@ -34,7 +34,7 @@ def lower_as_one(program: Program, groups: Sequence[Sequence[int]]) -> fx.Graph:
 class _LoweringAsOne(Lowering):
     def __init__(self, program: Program) -> None:
         super().__init__(program, "", None, frozenset(range(len(program.layout.graph.ops))))
-        self.backward = self.forward  # one part, in which no value is saved
+        self.backward = self.forward  # a single graph, so no value is saved for another one
 
     def emit(self, groups: Sequence[Sequence[int]]) -> fx.Graph:
         """Emit all groups of steps, and the outputs; return the graph."""

@@ -1,7 +1,7 @@
-"""Numbers that a model reads from tensors: views that begin at one become copies, sizes that depend on one are refused.
+"""Handling of numbers that a model reads from its data (`.item()`), which are values of no bytes.
 
-A number that the forward reads from its data (`.item()`) is a value of no bytes. It must not be a size, since a plan in
-bytes is made for fixed sizes.
+A view whose offset depends on such a number becomes a copy. A tensor size that depends on one is refused, since
+a plan in bytes is made for fixed sizes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def copy_views_by_number(graph: fx.Graph) -> None:
 
 
 def _begins_at_number(node: fx.Node, shown: torch.Tensor) -> bool:
-    """Tell whether a node's new tensor has a storage offset that depends on data: as with `aten.copy` of a view."""
+    """Tell whether a node makes a new tensor whose storage offset depends on data, as `aten.copy` of a view does."""
     offset, target = shown.storage_offset(), node.target
     made = isinstance(target, torch._ops.OpOverload) and not target.is_view
     return made and isinstance(offset, torch.SymInt) and depends_on_data(offset)
@@ -56,7 +56,8 @@ def refuse_symbols(graph: fx.Graph, example: str = "val") -> None:
     Args:
         example: the key of fake values in `meta`: "val" in AOTAutograd's graphs, "example_value" in dynamo's.
     """
-    for node in sorted(graph.nodes, key=lambda node: node.op == "placeholder"):  # ops first: they have a line to name
+    # ops first, since their source line can be named
+    for node in sorted(graph.nodes, key=lambda node: node.op == "placeholder"):
         _refuse_symbols(node, node.meta.get(example))
 
 
@@ -74,6 +75,6 @@ def _refuse_symbols(node: fx.Node, value: object) -> None:
 
 
 def _source(node: fx.Node) -> str:
-    """Return the line where the op was written, as `, model.py:12 in forward: code`, if tracing recorded it."""
+    """Return the source line of an op, as `, model.py:12 in forward: code`; "" if tracing did not record it."""
     frame = frame_of(node)
     return f", {frame.file}:{frame.line} in {frame.function}: {frame.code}" if frame else ""

@@ -1,12 +1,12 @@
 """Passes by name, and the pipelines of passes that a captured graph goes through before it is read as a step graph.
 
     eager                 for PyTorch's own kernels on this device
-    any device            for PyTorch's own kernels on another device: nothing is assumed about the CPU's kernels
-    inductor              for ops compiled by Inductor: convolutions in channels_last, BatchNorms in two halves
-    inductor from seeds   as "inductor", with dropouts that draw from seeds, which are values of the graph
-    as given              for a graph that somebody else captured, and that runs as it is emitted: its ops stay
-    as given, measured    the same, with ops that may overwrite what no other reads: measuring finds real layouts
-    for compilers         for one that another compiler takes on: ops of PyTorch alone
+    any device            for PyTorch's own kernels on another device, without assumptions about the CPU's kernels
+    inductor              for ops compiled by Inductor: convolutions in channels_last, each BatchNorm as two ops
+    inductor from seeds   as "inductor", with dropout masks drawn from seeds, which are values of the graph
+    as given              for a graph that another tool captured, and that is run as emitted: its ops stay
+    as given, measured    the same, but ops may overwrite operands that no other op reads, as measured layouts allow
+    for compilers         for a graph that another compiler processes further: only PyTorch's own ops
 
 A pipeline is a list of names. Each graph is checked before and after each pass, and stays functional.
 
@@ -43,25 +43,25 @@ SKIPPED = "FXREMAT_SKIP_PASSES"
 
 @dataclass(frozen=True)
 class Pass:
-    """A rewrite of a graph in place."""
+    """A pass: a function that rewrites a graph in place, with its name."""
 
     name: str
     rewrite: Callable[[fx.Graph], None]
 
     @property
     def purpose(self) -> str:
-        """The purpose of the pass: the first line of its docstring."""
+        """The first line of the docstring of the pass."""
         return (self.rewrite.__doc__ or "").strip().partition("\n")[0]
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """The effect of one pass on one graph."""
+    """The effect of one pass on one graph, for logging."""
 
     name: str
-    before: int  # nodes of the graph before the pass
-    after: int  # nodes after it
-    diff: str = ""  # of the graph as text, if FXREMAT_LOG has "passes"
+    before: int  # number of nodes before the pass
+    after: int  # number of nodes after the pass
+    diff: str = ""  # diff of the graph's text, if FXREMAT_LOG contains "passes"
 
     def __str__(self) -> str:
         return f"{self.name}: {self.before} nodes, then {self.after}\n{self.diff}".rstrip()
@@ -100,14 +100,16 @@ PIPELINES: Mapping[str, tuple[str, ...]] = {
 
 
 def normalize(module: fx.GraphModule, passes: Sequence[str | Pass] = PIPELINES["eager"]) -> fx.GraphModule:
-    """Run passes on a joint graph, in place; `module.meta["rewrites"]` then lists their effects. O(nodes) a pass.
+    """Run passes on a joint graph, in place; `module.meta["rewrites"]` then lists their effects.
+
+    O(nodes) for each pass.
 
     Args:
-        passes: a pipeline, or passes by name, in order.
+        passes: a pipeline, or names of passes, in order.
 
     Raises:
         CaptureError: a size depends on data.
-        FxrematError: there is no pass of a name, or the environment names a pass to leave out that does not exist.
+        FxrematError: a pass does not exist, in `passes` or in the environment variable that leaves out passes.
     """
     graph = module.graph
     refuse_symbols(graph)
@@ -116,7 +118,7 @@ def normalize(module: fx.GraphModule, passes: Sequence[str | Pass] = PIPELINES["
 
 
 def _wanted(passes: Sequence[str | Pass]) -> Iterator[Pass]:
-    """Yield the passes, except for those that the environment variable `SKIPPED` names."""
+    """Yield the passes, except for those that the environment variable FXREMAT_SKIP_PASSES names."""
     skipped = {name.strip() for name in os.environ.get(SKIPPED, "").split(",") if name.strip()}
     chosen = [_named(each) if isinstance(each, str) else each for each in passes]
     for name in skipped:
@@ -135,13 +137,14 @@ def _named(name: str) -> Pass:
 
 
 def _run(each: Pass, graph: fx.Graph) -> Rewrite:
-    """Run one pass on a graph, check it, and remove nodes that are not read any more."""
+    """Run one pass on a graph, check the graph, and remove nodes that have become unused."""
     logged, before = is_logged("passes"), len(graph.nodes)
     text = str(graph).splitlines() if logged else []
     each.rewrite(graph)
-    graph.eliminate_dead_code()  # checks the graph first
+    graph.eliminate_dead_code()  # also checks the graph
     lines = difflib.unified_diff(text, str(graph).splitlines(), lineterm="", n=0) if logged else ()
-    done = Rewrite(each.name, before, len(graph.nodes), "\n".join([*lines][2:]))  # without the names of files
+    # drops the two header lines of the diff
+    done = Rewrite(each.name, before, len(graph.nodes), "\n".join([*lines][2:]))
     if logged:
         log.info("%s", done)
     return done

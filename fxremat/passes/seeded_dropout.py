@@ -1,19 +1,19 @@
-"""A rewrite of dropouts to masks drawn from seeds that are a value of the graph: for steps that Inductor compiles.
+"""A rewrite of dropouts to masks computed from seeds, which are a value of the graph: for steps that Inductor compiles.
 
     output, mask = native_dropout(x, p, True)      ->    seeds  = seeds(n)                       once a device
                                                          seed   = select(seeds, 0, i)            a view
                                                          mask   = seeded_mask(seed, ...)         pure
                                                          output = masked(x, mask, p)
 
-See `ops.seeded`. The seeds are drawn at the first dropout and numbered in the order of the graph, as Inductor does with
-the graph of an entire model: under an equal seed of torch the masks are those of `torch.compile(model)`. They may
-differ if another op draws from the same generator (Inductor gives `rand` and similar ops seeds among those of dropouts;
-here they stay ops that draw), and if Inductor recognizes attention that is written out op by op, and calls an attention
-kernel that contains the dropout.
+See `ops.seeded`. The seeds are drawn at the first dropout and numbered in graph order, as Inductor does for the
+graph of an entire model: with the same seed of torch the masks are those of `torch.compile(model)`. They may
+differ if another op draws from the same generator (Inductor gives `rand` and similar ops seeds among those of
+dropouts; here they stay random ops), or if Inductor recognizes attention written out op by op and calls an
+attention kernel that contains the dropout.
 
-A mask is drawn in the memory order of `x`, and permuted by a view if that is not the order of dimensions. Backward ops
-stay `native_dropout_backward`, with the exact scale: this pass replaces `dropout.drop_as_eager`, which would round it.
-A dropout with p = 1 draws nothing, and is rewritten as `drop_as_eager` does it.
+A mask is drawn in the memory order of `x`, and permuted by a view if that is not the order of dimensions.
+Backward ops stay `native_dropout_backward`, with the exact scale: this pass replaces `dropout.drop_as_eager`,
+which would round it. A dropout with p = 1 draws nothing, and is rewritten as `drop_as_eager` does it.
 """
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ def _draw_from(seeds: fx.Node, index: int, node: fx.Node) -> None:
 
 
 def _size(node: fx.Node, x: fx.Node, dimension: int) -> int | fx.Node:
-    """Return the size of a dimension of `x`: an int, or if it is symbolic a new node that reads it."""
+    """Return the size of a dimension of `x`: an int, or, if it is symbolic, a new node that reads the size."""
     size = tensor_read(node).shape[dimension]
     return size if isinstance(size, int) else call_like(node, aten.sym_size.int, x, dimension)

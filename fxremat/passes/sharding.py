@@ -1,12 +1,13 @@
-"""A rewrite of reads of parameters that ranks share to collectives: as few as the model's reads allow, in buckets.
+"""A rewrite of gathers and reductions of sharded or replicated parameters to collectives, several in one bucket.
 
     merge      equal gathers become one (tied weights); gradients are added before they are reduced, not after
     gather     shard -> [cast] -> [pad] -> all_gather -> [rows]          one collective for all gathers of a bucket
     reduce     gradient -> [cast] -> [pack] -> reduce_scatter -> [all_reduce over replicas] -> [cast] -> [rows]
 
-A bucket of gathers starts where the first of its parameters is read, a bucket of gradients where the last of its
-gradients is computed. Gathers of a bucket are coalesced: each parameter has a storage of its own, which is freed by
-itself. Gradients of a bucket are packed into one buffer, which is reduced; the reduced gradients are views of it.
+A bucket of gathers starts where the first of its parameters is read, a bucket of gradients where the last of
+its gradients is computed. Gathers of a bucket are coalesced: each parameter has a storage of its own, which is
+freed by itself. Gradients of a bucket are packed into one buffer, which is reduced; the reduced gradients are
+views of it.
 
 Graphs without `fxremat::gather` are not rewritten.
 """
@@ -28,12 +29,14 @@ aten = torch.ops.aten
 GATHER = torch.ops.fxremat.gather.default
 REDUCE = torch.ops.fxremat.reduce.default
 SAME = (aten.detach.default, aten.view.default, aten.alias.default)
-BUCKET = 25 * 2**20  # the most bytes of a bucket, as in DistributedDataParallel
-SHARES = 8  # gradients of replicated parameters are divided into at least so many buckets, if there are as many
+BUCKET = 25 * 2**20  # largest size of a bucket in bytes, as in DistributedDataParallel
+# minimum number of buckets into which gradients of replicated parameters are divided, so that communication
+# overlaps
+SHARES = 8
 
 
 def share(graph: fx.Graph) -> None:
-    """Replace all gathers and reductions of shared parameters by collectives. O(nodes)."""
+    """Replace all gathers and reductions of sharded or replicated parameters by collectives. O(nodes)."""
     gathers = _found(graph, GATHER)
     if not gathers:
         return
@@ -72,7 +75,7 @@ def _merge_gathers(gathers: Sequence[fx.Node]) -> None:
 
 
 def _viewed(shard: object) -> object:
-    """Return the node behind a shard: views and aliases of the same shape are followed to what they show."""
+    """Return the node that a shard is a view of, following views and aliases that keep the shape."""
     while isinstance(shard, fx.Node) and shard.target in SAME:
         parent = shard.args[0]
         if not isinstance(parent, fx.Node) or parent.meta["val"].shape != shard.meta["val"].shape:
@@ -82,7 +85,7 @@ def _viewed(shard: object) -> object:
 
 
 def _drop_views_of_itself(node: fx.Node) -> None:
-    """Replace views that show a node in its own shape, as DTensor makes them, by the node."""
+    """Replace views of a node in its own shape, which DTensor inserts, by the node."""
     for view in [user for user in node.users if user.target in SAME]:
         if view.meta["val"].shape == node.meta["val"].shape:
             view.replace_all_uses_with(node)
@@ -91,7 +94,7 @@ def _drop_views_of_itself(node: fx.Node) -> None:
 
 
 def _merge_reductions(graph: fx.Graph) -> bool:
-    """Turn one reduce(a) + reduce(b) into reduce(a + b); return whether the graph had such a sum."""
+    """Rewrite one reduce(a) + reduce(b) to reduce(a + b); return whether the graph had such a sum."""
     for total in _found(graph, aten.add.Tensor):
         one, other = total.args if len(total.args) == 2 else (None, None)
         if not (isinstance(one, fx.Node) and isinstance(other, fx.Node)) or one is other:
@@ -110,7 +113,7 @@ def _merge_reductions(graph: fx.Graph) -> bool:
 
 
 def _buckets(nodes: Sequence[fx.Node], sharing: Callable[[fx.Node], Sharing]) -> Iterator[list[fx.Node]]:
-    """Yield buckets: gathers or reductions of equal sharing, type and device, which one collective then does."""
+    """Yield groups of gathers or reductions that one collective can do: equal `Sharing`, dtype and device."""
     most = BUCKET
     if nodes and not sharing(nodes[0]).group:
         most = min(most, sum(map(_bytes_of_whole, nodes)) // SHARES)
@@ -151,7 +154,7 @@ def _gather(bucket: Sequence[fx.Node]) -> None:
         wholes = write.items(write(op, parts, group.size(), sharing.group))
     wholes = [_without_padding(write, node, whole) for node, whole in zip(bucket, wholes, strict=True)]
     for node, whole in zip(bucket, wholes, strict=True):
-        _replace(node, whole)  # the new nodes were inserted before the first gather
+        _replace(node, whole)  # the new nodes have been inserted before the first gather
 
 
 def _without_padding(write: _Writer, gather: fx.Node, whole: fx.Node) -> fx.Node:
@@ -162,7 +165,7 @@ def _without_padding(write: _Writer, gather: fx.Node, whole: fx.Node) -> fx.Node
 
 
 def _part_to_send(write: _Writer, gather: fx.Node, ranks: int) -> fx.Node:
-    """Return the shard as it is sent: in the type that the model computes in, with as many rows as rank 0's."""
+    """Return the shard as it is sent: cast to the model's compute dtype, padded to the number of rows of rank 0."""
     sharing = _sharing_of_gather(gather)
     shard = gather.args[0]
     assert isinstance(shard, fx.Node)
@@ -209,14 +212,14 @@ def _reduce(bucket: Sequence[fx.Node]) -> None:
 
 
 def _replace(node: fx.Node, new: fx.Node) -> None:
-    """Replace a node by a new one, and let the fake values of its views be views of the new one's."""
+    """Replace a node by a new one; the fake values of its views become views of the new node's value."""
     _show(node, node.meta["val"], new.meta["val"])
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
 
 
 def _show(node: fx.Node, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give the views of a node new fake values: views of `new` in place of views of `old`."""
+    """Give the views of a node new fake values, which are views of `new` instead of `old`."""
     for view in node.users:
         value = view.meta.get("val")
         if isinstance(value, torch.Tensor) and storage_of(value) == storage_of(old):
@@ -226,7 +229,7 @@ def _show(node: fx.Node, old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def _move_readers(bucket: Sequence[fx.Node]) -> None:
-    """Move nodes that read results of a bucket's reductions behind its last reduction."""
+    """Move nodes that read results of a bucket's reductions after its last reduction."""
     late, end = set(bucket), bucket[-1]
     node = bucket[0]
     while node is not bucket[-1]:
@@ -239,7 +242,7 @@ def _move_readers(bucket: Sequence[fx.Node]) -> None:
 
 
 def _as_reduced(write: _Writer, node: fx.Node) -> fx.Node:
-    """Return the gradient in the type that it is reduced in, with unreduced gradients of earlier steps added."""
+    """Return the gradient cast to the dtype of the reduction, plus unreduced gradients of earlier steps."""
     gradient: Any = node.args[0]
     dtype = _sharing_of_reduce(node).reduced_in
     if dtype is not None and gradient.meta["val"].dtype != dtype:
@@ -249,14 +252,14 @@ def _as_reduced(write: _Writer, node: fx.Node) -> fx.Node:
 
 
 def _padded(node: fx.Node, ranks: int) -> torch.Size:
-    """Return the shape of a rank's part of a reduced gradient, padded to the rows of the first rank's."""
+    """Return the shape of a rank's part of a reduced gradient, padded to the rows of rank 0."""
     gradient: Any = node.args[0]
     shape = gradient.meta["val"].shape
     return torch.Size((-(-shape[0] // ranks), *shape[1:])) if shape else shape
 
 
 def _packed(write: _Writer, gradients: Sequence[fx.Node], ranks: int) -> fx.Node:
-    """Return one buffer with all gradients, in which each rank's part is contiguous.
+    """Return one buffer with all gradients, in which the part of each rank is contiguous.
 
     A single contiguous gradient whose rows divide evenly among the ranks is returned as it is.
     """
@@ -285,7 +288,7 @@ def _pieces(write: _Writer, flat: fx.Node, shapes: Sequence[torch.Size]) -> Iter
 
 
 class _Writer:
-    """A function that inserts nodes before a node that they replace, with its `meta` and fake values of their own."""
+    """A function that inserts nodes before a given node, with that node's `meta` and their own fake values."""
 
     class Place(NamedTuple):
         """The node before which new ones are inserted, and its fake mode."""
@@ -307,7 +310,7 @@ class _Writer:
         return made
 
     def items(self, several: fx.Node) -> list[fx.Node]:
-        """Insert and return nodes for the outputs of a node that has several."""
+        """Insert a getitem node for each output of a node that has several, and return them."""
         import operator
 
         found = []
@@ -319,7 +322,7 @@ class _Writer:
         return found
 
     def moved_up(self, view: fx.Node) -> fx.Node:
-        """Return a copy of a chain of views of a placeholder, inserted at this place."""
+        """Copy a chain of views of a placeholder, inserted before this writer's node."""
         parent = view.args[0]
         assert isinstance(parent, fx.Node)
         base = parent if parent.op == "placeholder" else self.moved_up(parent)

@@ -1,9 +1,9 @@
-"""A rewrite that lets the backward read gradients from a loss outside the model in any memory layout.
+"""A rewrite that lets the backward read the gradients of outputs in any memory layout.
 
-AOTAutograd traces the backward for gradients laid out as the outputs are, and copies gradients that are not. Such
-copies take memory that no plan counts, and may change bits: the backward of eager PyTorch runs on the gradient as it
-is. So does the rewritten graph: autograd's `reshape`, which copies only if no view is possible, was traced as a view,
-and becomes a reshape again.
+AOTAutograd traces the backward for gradients in the layout of the outputs, and copies gradients in other
+layouts. Such copies take memory that no plan counts, and may change bits, since eager PyTorch's backward reads
+the gradient as it is. So does the rewritten graph: where autograd's `reshape`, which copies only if no view is
+possible, was traced as a view, it becomes a reshape again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def reshape_gradients(graph: fx.Graph) -> None:
-    """Turn views of what is computed from gradients of the outputs into reshapes. O(nodes).
+    """Turn views of values that are computed from gradients of the outputs into reshapes. O(nodes).
 
     Gradients without dimensions, such as that of a loss, do not count.
     """
@@ -30,5 +30,5 @@ def reshape_gradients(graph: fx.Graph) -> None:
 
 
 def bear_any_layout(graph: fx.Graph) -> bool:
-    """Tell whether the backward is correct for gradients of any layout: it is, unless an `as_strided` reads them."""
+    """Tell whether the backward is correct for gradients in any layout, which only an `as_strided` of them prevents."""
     return not any(node.target is aten.as_strided.default for node in depending_on(graph, handed_in(graph)))

@@ -1,8 +1,8 @@
-"""A rewrite of ops that overwrite a value of their own graph to ops that make a new one.
+"""A rewrite of in-place ops on values that the graph itself computes to ops that return a new value.
 
     y = empty_like(x); z = bernoulli_(y, 0.9); w = div_(z, 0.9)    ->    z = bernoulli(y, 0.9); w = div(z, 0.9)
 
-A trace that is not functionalized has such ops: `make_fx` traces a CPU's dropout like this. An input that is
+A trace that is not functionalized has such ops; `make_fx` traces a CPU's dropout like this. An input that is
 overwritten is written to once, at the end.
 """
 
@@ -18,7 +18,7 @@ from fxremat.errors import CaptureError
 from fxremat.graphs.batch_norm import WHOLE
 from fxremat.graphs.cudnn_batch_norm import CUDNN
 from fxremat.graphs.nodes import tangents_in, tensors_of
-from fxremat.ops import random as random  # registers an op
+from fxremat.ops import random as random  # imported for its effect: it registers an op
 from fxremat.passes.evaluate import evaluate, show_views
 from fxremat.torch_private import storage_of
 
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 DRAWN = torch.ops.fxremat.bernoulli_as.default
 
 STATISTICS: dict[Any, tuple[Any, int]] = {
-    # BatchNorms that overwrite running statistics -> one that returns new ones, and how many results it has before them
+    # in-place BatchNorm -> (the one that returns new running statistics, its number of results before them)
     aten.native_batch_norm.default: (WHOLE, 3),
     aten._native_batch_norm_legit.default: (WHOLE, 3),
     aten.cudnn_batch_norm.default: (CUDNN, 4),
@@ -36,11 +36,12 @@ STATISTICS: dict[Any, tuple[Any, int]] = {
 
 
 def without_mutation(graph: fx.Graph) -> None:
-    """Let ops that overwrite a value, of which nothing reads a view later, make a new one. O(nodes).
+    """Replace in-place ops by ops that return a new value. O(nodes).
 
-    Raises `CaptureError` for other ops that overwrite an argument; it names the first.
+    Raises `CaptureError`, naming the first such op, if a view of an overwritten value is read later, or if
+    there is no such op.
     """
-    written: dict[fx.Node, fx.Node] = {}  # by what is written last: the input that it belongs into
+    written: dict[fx.Node, fx.Node] = {}  # new value -> the input that it has to be written to at the end
     for node in [*graph.nodes]:
         if not _overwrites(node) or _is_write(node):
             continue
@@ -66,14 +67,15 @@ def without_mutation(graph: fx.Graph) -> None:
 
 
 def _rewritten(node: fx.Node, base: fx.Node) -> fx.Node:
-    """Replace an op by the one that makes a new value; return the node that is as what was overwritten."""
+    """Replace an in-place op by its functional form; return the node whose value is that of the overwritten tensor."""
     overwritten, node.target = node.target, _functional(node.target)
     if node.target is DRAWN and base.target is aten.empty_like.default and not base.kwargs:
         node.args = (base.args[0], *node.args[1:])
     node.meta = {**node.meta, "val": evaluate(node)}
     if _changes_shape(overwritten) or _described(node) == _described(base):
         return node
-    with node.graph.inserting_after(node):  # a new value has the type and strides that follow from all arguments
+    # dtype and strides of the new value may differ from those of the overwritten tensor, so it is copied
+    with node.graph.inserting_after(node):
         result = node.graph.call_function(aten.copy.default, (base, node))
     result.meta = dict(node.meta)
     result.meta["val"] = evaluate(result)
@@ -81,7 +83,7 @@ def _rewritten(node: fx.Node, base: fx.Node) -> fx.Node:
 
 
 def _with_statistics(node: fx.Node) -> list[fx.Node]:
-    """Replace a BatchNorm in training by one that returns the new running statistics; return the nodes of these."""
+    """Replace a BatchNorm in training by one that returns new running statistics; return the nodes of these."""
     target, place = STATISTICS[node.target]
     assert target is not None
     node.target, node.args = target, (*node.args[:5], *(() if target is CUDNN else (True,)), *node.args[6:])
@@ -98,14 +100,14 @@ def _with_statistics(node: fx.Node) -> list[fx.Node]:
 
 
 def _overwrites(node: fx.Node) -> bool:
-    """Tell whether an op overwrites an argument; BatchNorms do so in training, though their schemas do not say it."""
+    """Tell whether an op overwrites an argument; BatchNorms in training do, although their schemas do not say so."""
     if node.target in STATISTICS:
         return node.args[3] is not None and node.args[5] is not False
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _bases(node: fx.Node) -> list[fx.Node]:
-    """Return what an op overwrites, one node for each argument; [] if no other op computes what is written."""
+    """Return the arguments that an op overwrites; [] if the op has no functional form."""
     if node.target in STATISTICS:
         found = list(node.args[3:5]) if STATISTICS[node.target][0] is not None else []
     else:
@@ -115,9 +117,9 @@ def _bases(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_write(node: fx.Node) -> bool:
-    """Tell whether a node writes a value to an input, and neither is read later.
+    """Tell whether a node only copies a value into an input that is not read later.
 
-    In a joint graph, what reads an input means what it was at the beginning.
+    In a joint graph, readers of an input mean its value at the beginning, wherever they are.
     """
     to = node.args[0] if node.args else None
     if node.target is not aten.copy_.default or not isinstance(to, fx.Node) or to.op != "placeholder" or node.users:
@@ -133,7 +135,7 @@ def _only_writes(user: fx.Node, to: fx.Node) -> bool:
 
 
 def _functional(target: Any) -> Any:
-    """Return the op that computes what an op with a trailing underscore writes; None if there is none."""
+    """Return the functional form of an op with a trailing underscore; None if there is none."""
     if target is aten.bernoulli_.float:
         return DRAWN
     namespace, name = target._schema.name.split("::")
@@ -152,7 +154,7 @@ def _functional(target: Any) -> Any:
 
 
 def _changes_shape(target: Any) -> bool:
-    """Tell whether an op changes the shape of a tensor, and not its data, as `t_` does."""
+    """Tell whether an op changes the shape of a tensor in place, but not its data, as `t_` does."""
     return torch.Tag.inplace_view in target.tags
 
 
@@ -161,20 +163,20 @@ def _shows(target: Any) -> bool:
 
 
 def _described(node: fx.Node) -> Any:
-    """Return the type and layout of a tensor."""
+    """Return the dtype and layout of a node's tensor."""
     value = node.meta["val"]
     sides = [(size, stride) for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1]
     return value.dtype, value.dim(), sides
 
 
 def _is_shared(base: fx.Node, node: fx.Node, before: set[fx.Node]) -> bool:
-    """Tell whether somebody else sees that a value is overwritten: an input that is not it, or who reads a view later.
+    """Tell whether an overwritten value shares memory with an input, or with a view from before that is read later.
 
-    Views that are made later are made of what is written.
+    Views that are made after the op show the new value, so they are no problem.
 
     Args:
-        node: the op that overwrites it.
-        before: that op, and all ops before.
+        node: the op that overwrites the value.
+        before: that op and all earlier ones.
     """
     storages = {storage_of(tensor) for tensor in tensors_of(base) if tensor is not None}
     for other in before - {base, node}:
@@ -186,7 +188,7 @@ def _is_shared(base: fx.Node, node: fx.Node, before: set[fx.Node]) -> bool:
 
 
 def _before(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes in front of a node."""
+    """Return the nodes that come before a node in the graph."""
     found: list[fx.Node] = []
     for other in node.graph.nodes:
         if other is node:

@@ -1,1 +1,1 @@
-"""Pipelined training: a model in stages on several devices, each inside its own budget."""
+"""Pipelined training: a model is split into stages on several devices, each within its own memory budget."""

@@ -1,4 +1,4 @@
-"""The speed of copies between the processes of a pipeline."""
+"""Measures the speed of copies between the processes of a pipeline."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 import torch
 import torch.distributed as dist
 
-ROUNDS = 5  # copies there and back, of which the fastest counts
+ROUNDS = 5  # number of round trips of a tensor, of which the fastest counts
 
 
 def measured_bandwidth(size: int, device: torch.device) -> float | None:
-    """Measure the bytes per second of a copy of `size` bytes between two ranks, latency included.
+    """Measure the bytes per second of copying `size` bytes from one rank to another, latency included.
 
-    Ranks 0 and 1, which stand for all pairs, send a tensor there and back a few times; the fastest time counts. Every
-    rank calls this. Returns None on all ranks but rank 0.
+    Every rank has to call this. Ranks 0 and 1, which stand for all pairs of ranks, send a tensor there and back
+    a few times; the fastest round trip counts. Returns None on all ranks but rank 0.
     """
     rank = dist.get_rank()
     value = torch.zeros(max(1, size), dtype=torch.uint8, device=device)
@@ -26,8 +26,7 @@ def measured_bandwidth(size: int, device: torch.device) -> float | None:
 
 
 def _trip(value: torch.Tensor, rank: int) -> float:
-    """Return the seconds of a copy in one direction: half of the time that a tensor takes to the other rank and back.
-    """
+    """Return half of the seconds that a tensor takes to the other rank and back."""
     start = time.perf_counter()
     if rank == 0:
         dist.send(value, 1)
@@ -40,5 +39,5 @@ def _trip(value: torch.Tensor, rank: int) -> float:
 
 
 def _wait(value: torch.Tensor) -> None:
-    """Wait until a GPU has received the value: the receive itself returns earlier."""
+    """Wait until a GPU has received the tensor, since `dist.recv` returns earlier."""
     value[:1].cpu()

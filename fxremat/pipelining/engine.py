@@ -1,12 +1,12 @@
-"""PyTorch's own pipeline engine, run on our plans: all private names of torch.distributed.pipelining that we use.
+"""Runs pipeline plans on PyTorch's engine; contains all uses of private names of torch.distributed.pipelining.
 
-    plan.orders(n)     F and B of every rank, any stage on any rank
-    lowered            these actions, with the sends and receives that the engine adds
-    engine             runs the actions: _PipelineScheduleRuntime on LeanStages
+    plan.orders(n)     F (forward) and B (backward) of each rank; any rank may have any stages
+    lowered            the same actions with the sends and receives that the engine adds
+    engine             runs the actions: a _PipelineScheduleRuntime with LeanStages
 
-The engine allocates every receive buffer for all micro-batches of a step, keeps them for good, and keeps the tensors
-that it sent until the step ends (torch 2.13; pytorch#136380). A `LeanStage` has buffers from the receive to the
-backward, and frees sent tensors that have arrived.
+The engine allocates the receive buffers of all micro-batches of a step and keeps them for good, and it keeps
+the tensors it sent until the step ends (torch 2.13; pytorch#136380). A `LeanStage` has each buffer only from
+the receive to the backward, and frees sent tensors once they have arrived.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from fxremat.solvers.pipeline.model import PipelinePlan
 
 @dataclass(frozen=True)
 class Action:
-    """An action of a rank: F, B, SEND_F, RECV_F, SEND_B or RECV_B of one micro-batch of one stage."""
+    """One action of a rank: F, B, SEND_F, RECV_F, SEND_B or RECV_B of one micro-batch of one stage.
+
+    F is a forward and B a backward; the others send and receive activations (F) and gradients (B).
+    """
 
     stage: int
     kind: str
@@ -69,13 +72,14 @@ def rows(plan: PipelinePlan, microbatches: int) -> list[list[str]]:
 
 
 class LeanStage(PipelineStage):
-    """A pipeline stage that only holds buffers of micro-batches that are in flight.
+    """A pipeline stage that allocates receive buffers only for micro-batches between receive and backward.
 
     Shapes are passed in, so that the engine runs nothing to infer them. Overrides (torch 2.13 to 2.15):
-    `_prepare_forward_infra`, `_create_grad_recv_info`   make the buffers of all micro-batches: here without memory
-    `get_fwd_recv_ops`, `get_bwd_recv_ops`               called when a receive starts: here it gets its buffer
-    `get_fwd_send_ops`, `get_bwd_send_ops`               the engine keeps what it sends: here the stage sends by itself
-    `forward_one_chunk`, `backward_one_chunk`            pass the target in, free the buffers that were used
+
+        _prepare_forward_infra, _create_grad_recv_info   allocate buffers of all micro-batches; here without memory
+        get_fwd_recv_ops, get_bwd_recv_ops               called when a receive starts; here they allocate its buffer
+        get_fwd_send_ops, get_bwd_send_ops               return sends to the engine, which keeps them; here they send
+        forward_one_chunk, backward_one_chunk            here they also pass the target, and free used buffers
     """
 
     def __init__(
@@ -119,18 +123,20 @@ class LeanStage(PipelineStage):
 
     def _allocate(self, infos: Sequence[Any], *, trained: bool) -> None:
         for info in infos:
-            if info.buffer is not None:  # torch 2.15 makes the buffer itself when the receive starts
+            # it is None in torch 2.15, which allocates the buffer itself when the receive starts
+            if info.buffer is not None:
                 info.buffer = torch.empty_like(info.buffer, device=self.device).requires_grad_(trained)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send the stage's output, which is kept for the backward anyway. Returns nothing for the engine to do."""
+        """Send the stage's output, which is kept for the backward anyway, and return no ops for the engine to run."""
         self._sent[fwd_chunk_id] = [_send(op) for op in super().get_fwd_send_ops(fwd_chunk_id)]
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send the gradient of the stage's input, once the previous one has arrived: only one is on its way at a time.
+        """Send the gradient of the stage's input after the previous one has arrived, so that only one is in flight.
 
-        Waiting cannot deadlock: sends and receives are in the order of a run with one action at a time.
+        Waiting cannot deadlock: sends and receives are in the order of a run in which one action at a time is
+        executed.
         """
         for op in super().get_bwd_send_ops(bwd_chunk_id):
             if self._gradient_sent is not None:
@@ -145,7 +151,7 @@ class LeanStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Run the forward of one micro-batch; the last stage gets its target."""
+        """Run the forward of one micro-batch; the last stage is also passed the micro-batch's target."""
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         if self.is_last:
@@ -155,7 +161,7 @@ class LeanStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         """Run the backward of one micro-batch, and free its input and the gradient of its output."""
         for sent in self._sent.pop(bwd_chunk_id, ()):
-            sent.wait()  # returns at once: the gradient of what was sent has come back
+            sent.wait()  # returns at once: the gradient of the sent tensor has already come back
         super().backward_one_chunk(bwd_chunk_id, *args, **options)
         self.in_flight -= 1
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
@@ -163,11 +169,11 @@ class LeanStage(PipelineStage):
                 info.buffer = torch.empty_like(info.buffer, device="meta")
 
     def begin(self, targets: Sequence[Tensor]) -> None:
-        """Prepare for a step with these targets, one for each micro-batch."""
+        """Prepare for a step with these targets, one per micro-batch."""
         self.targets, self.in_flight, self.most_in_flight = targets, 0, 0
 
     def finish(self) -> None:
-        """Wait, after a step, until the last gradient that was sent has arrived."""
+        """Wait at the end of a step until the last gradient sent has arrived."""
         if self._gradient_sent is not None:
             self._gradient_sent.wait()
         self._gradient_sent = None
@@ -175,7 +181,7 @@ class LeanStage(PipelineStage):
 
 @dataclass(frozen=True)
 class Sent:
-    """A send on its way, with its tensor, which some backends need to be kept alive."""
+    """An asynchronous send, with its tensor, which some backends require to be kept alive until it has arrived."""
 
     work: dist.Work
     tensor: Tensor
@@ -187,7 +193,7 @@ class Sent:
 
 def _send(op: dist.P2POp) -> Sent:
     work = dist.isend(op.tensor, op.peer, group=op.group, tag=op.tag)
-    assert work is not None  # this rank is in the group
+    assert work is not None  # isend returns None only on ranks outside of the group
     return Sent(work, op.tensor)
 
 
@@ -195,19 +201,20 @@ Step = Callable[..., list[Tensor]]
 
 
 def group_of(plan: PipelinePlan) -> dist.ProcessGroup | None:
-    """Return the process group of the ranks that have stages; None if all ranks have: the default group serves then.
+    """Return a process group of the ranks that have stages; None (the default group) if all ranks have some.
 
-    The engine wants every rank of its group to have a stage. Every rank has to call this.
+    The engine requires every rank of its group to have a stage. Every rank has to call this function.
     """
     used = sorted({stage.device for stage in plan.stages})
     return None if len(used) == dist.get_world_size() else dist.new_group(used)
 
 
 def engine(stages: list[LeanStage], plan: PipelinePlan, microbatches: int, *, scale_grads: bool) -> Step:
-    """Return a function that runs a step on this rank: (*inputs of the model, target=) -> losses on the last rank.
+    """Return a function that runs a step on this rank: (*model inputs, target=) -> losses, on the last stage's rank.
 
-    `_PipelineScheduleRuntime(stages, n, loss_fn)._load_csv(path)` (torch 2.13) reads a row of actions for each rank,
-    derives from them which stage is where, and adds sends and receives. A rank without stages does nothing.
+    `_PipelineScheduleRuntime(stages, n, loss_fn)._load_csv(path)` (torch 2.13) reads a row of actions for each
+    rank, derives the rank of each stage from them, and adds sends and receives. A rank without stages gets a
+    function that does nothing.
     """
     if not stages:
         return lambda **_: []
@@ -237,13 +244,13 @@ def engine(stages: list[LeanStage], plan: PipelinePlan, microbatches: int, *, sc
 
 
 def _computed_already(loss: Tensor, _: Tensor) -> Tensor:
-    """Return the output of the last stage as it is, as the engine's loss function: that stage computes the loss."""
+    """Return the last stage's output unchanged; as the engine's loss function, since that stage computes the loss."""
     return loss
 
 
 @contextlib.contextmanager
 def _own_words() -> Iterator[None]:
-    """Silence the engine's logger, which writes the full schedule when a step fails; the error says it in a line."""
+    """Within this context, silence the engine's logger, which prints the full schedule when a step fails."""
     logger = logging.getLogger("torch.distributed.pipelining.schedules")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

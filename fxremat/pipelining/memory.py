@@ -1,14 +1,15 @@
-"""The peak of memory of each device of a pipeline during a step, copies between devices included.
+"""Computes the peak memory of each device of a pipeline during a step, with copies between devices.
 
-    always     weights of its stages, and their gradients
-    F          kept by other micro-batches in flight + the peak of this forward      then + what this one keeps
-    B          kept by other micro-batches in flight + the peak of this backward     then - what this one kept (a loss
-                                                                                     stays), and - its input
-    RECV       + a buffer for a stage's input or gradient, until the backward is done
-    gradient   + the one on its way to the stage before, until the next one leaves
+    always         weights of the device's stages, and their gradients
+    F (forward)    during it: bytes saved by other micro-batches in flight + the peak of this forward;
+                   after it: + what this micro-batch saves
+    B (backward)   during it: bytes saved by other micro-batches in flight + the peak of this backward;
+                   after it: - what this micro-batch saved, except a loss, and - its input
+    RECV           + a buffer for a stage's input or gradient, until its backward is done
+    gradient       + the gradient that is being sent to the previous stage, until the next one is sent
 
-Exact but for the order in which copies arrive. Between two stages on the same device nothing is copied: the output of
-one is the input of the next.
+The peak is exact but for the order in which copies arrive. Between two stages on one device nothing is copied:
+the output of one is the input of the next.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from fxremat.solvers.pipeline.model import PipelinePlan
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """The bytes of a stage: its weights, its input and output, and what its program needs."""
+    """The bytes of a pipeline stage: weights, input, output, and what its forward and backward need."""
 
-    weights: int  # bytes, one copy
+    weights: int  # bytes of one copy of the weights
     entering: int  # bytes of the input of one micro-batch; 0 for the first stage
     leaving: int  # bytes of the output of one micro-batch; 0 for the last stage
     spending: Spending
@@ -34,7 +35,7 @@ class StageMemory:
 def most_bytes(
     plan: PipelinePlan, stages: Sequence[StageMemory], actions: Sequence[Sequence[Action]]
 ) -> tuple[int, ...]:
-    """Return the most bytes that each device holds at any time of a step, in which it runs these `actions` in order."""
+    """Return the peak bytes of each device during a step in which it runs its `actions` in order."""
     return tuple(_Device(plan, stages, number).most(works) for number, works in enumerate(actions))
 
 
@@ -48,7 +49,7 @@ class _Device:
         mine = [held for held, stage in zip(self.stages, self.plan.stages) if stage.device == self.number]
         base = int(self.plan.machines.copies * sum(held.weights for held in mine))
         live, peak = 0, 0
-        on_its_way: set[int] = set()  # stages whose latest gradient may not have arrived yet
+        on_its_way: set[int] = set()  # stages whose latest gradient may still be in flight to the previous stage
         for action in actions:
             held = self.stages[action.stage]
             spending, first = held.spending, action.stage == 0
@@ -60,17 +61,17 @@ class _Device:
                 case "F":
                     peak = max(peak, live + spending.forward_peak)
                     live += spending.kept
-                case "B":  # the received gradient is part of the backward's own peak
+                case "B":  # the received gradient is counted in the backward's own peak
                     live -= spending.kept + held.leaving
                     peak = max(peak, live + spending.backward_peak)
                     if action.stage == len(self.stages) - 1:
                         live += spending.returned
                     if self._is_here(action.stage - 1):
-                        live += held.entering  # the gradient waits here for the stage before
+                        live += held.entering  # the gradient stays on this device, for the previous stage
                     elif not first and action.stage in on_its_way:
-                        live -= held.entering  # the input; one gradient leaves and the next arrives
+                        live -= held.entering  # the input is freed; one gradient leaves and the next one is allocated
                     elif not first:
-                        on_its_way.add(action.stage)  # the input makes room for the gradient
+                        on_its_way.add(action.stage)  # the input is freed, and a gradient of equal size is allocated
             peak = max(peak, live)
         return base + peak
 

@@ -1,9 +1,9 @@
-"""`fxremat.pipeline`: training of a model that fits on several devices together and on none of them alone.
+"""Implements `fxremat.pipeline`, which trains a model on several devices if it does not fit on one.
 
-ops     = capture(model and loss)             with the places where it can be cut
-profile = layers, and costs of runs of them   measured on rank 0
-plan    = planner(layers, machines, ways)     equal on every rank
-rank    = its stages, compiled and run
+    ops     = capture(model and loss)              with the indices at which the graph can be cut
+    profile = layers, and costs of runs of layers  measured on rank 0
+    plan    = planner(layers, machines, ways)      the same on every rank
+    rank    = the stages of this rank, compiled and run
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from fxremat.solvers.pipeline.on_demand import OnDemandCosts
 from fxremat.solvers.pipeline.stage_costs import step_seconds
 from fxremat.units import format_bytes, parse_bytes
 
-ATTEMPTS = 6  # plans that are tried for less or more than the budget, until the real memory of one nearly uses it up
-CLOSE = 0.01  # share of the budget: a smaller change of it is not tried
+# maximum number of plans made with smaller or larger budgets, until the real memory of one nearly uses up the
+# budget
+ATTEMPTS = 6
+CLOSE = 0.01  # fraction of the budget; smaller changes of the budget are not tried
 UNIT = "bytes per device"
 
 Options = Callable[[int, int], Sequence[Way]]
 
 
 class Planner(Protocol):
-    """A function that finds a plan, such as `fxremat.solvers.pipeline.best_plan.plan_pipeline`."""
+    """A function that finds a pipeline plan, such as `fxremat.solvers.pipeline.best_plan.plan_pipeline`."""
 
     def __call__(
         self, layers: Layers, machines: Machines, *, options: Options, microbatches: int, effort: float
@@ -47,21 +49,21 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """A plan with its cuts, memory and time, equal on every rank."""
+    """A pipeline plan with its cuts, memory and time, the same on every rank."""
 
     plan: PipelinePlan
-    cuts: tuple[int, ...]  # the first op of each layer, and the end of the last layer
-    memory: tuple[int, ...]  # peak of each device in bytes
+    cuts: tuple[int, ...]  # index of the first op of each layer, and the number of ops
+    memory: tuple[int, ...]  # peak bytes of each device
     seconds: float  # seconds of a step
 
     @property
     def most(self) -> int:
-        """The largest peak of all devices, in bytes."""
+        """The largest peak bytes of any device."""
         return max(self.memory)
 
 
 class Pipeline:
-    """A training step over several devices; `.plan` says which device runs what, and `print` shows the plan."""
+    """A training step on several devices; `.plan` tells which device runs what, and `print` shows the plan."""
 
     def __init__(self, ops: Ops, found: Pipelined, batch: int, rank: Rank | None, model: nn.Module) -> None:
         self.plan = found.plan
@@ -72,7 +74,7 @@ class Pipeline:
         self._named = _named(ops, rank, model)
 
     def step(self, inputs: Tensor | Sequence[Tensor], target: Tensor) -> tuple[Tensor, ...]:
-        """Run forward and backward of one batch; every rank calls it, with the same batch.
+        """Run forward and backward of one batch; every rank has to call this with the same batch.
 
         The first rank reads the inputs and the last one the target. Gradients, which are means over the micro-batches,
         are added to the `.grad` of this rank's parameters: call `zero_grad` before each step.
@@ -95,7 +97,7 @@ class Pipeline:
 
     @property
     def in_flight(self) -> dict[int, int]:
-        """The most micro-batches that each stage of this rank had between forward and backward in the latest step."""
+        """Stage of this rank -> the largest number of micro-batches between forward and backward in the latest step."""
         stages = self._rank.stages if self._rank else []
         return {stage.stage_index: stage.most_in_flight for stage in stages}
 
@@ -104,7 +106,7 @@ class Pipeline:
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of this rank with the model's names; a tied weight once."""
+        """Yield the parameters of this rank with their names in the model; a tied weight once."""
         seen: set[int] = set()
         for name, tensor in self._named.items():
             if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
@@ -187,36 +189,37 @@ def pipeline(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of a pipeline; `pipeline` says what each means."""
+    """The settings of a pipeline; the docstring of `pipeline` explains them."""
 
-    mem: int  # bytes of each device
+    mem: int  # bytes that each device may use
     devices: int
     microbatches: int
     copies: float = 2.0
     bandwidth: float | None = None  # bytes per second; None: copies take no time
-    effort: float = 10.0  # seconds
-    refine: float = 0.0  # seconds
+    effort: float = 10.0  # seconds of search for a plan, about
+    refine: float = 0.0  # seconds of search, op by op, for each run of layers
     scale_grads: bool = True
     planner: Planner | None = None
 
     @property
     def machines(self) -> Machines:
-        """The devices, for the planner."""
+        """The devices as the planner's input."""
         return Machines(devices=self.devices, memory=self.mem, bandwidth=self.bandwidth, copies=self.copies)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise `FxrematError` for an option that a pipeline does not have."""
+    """Raise `FxrematError` for an option that `pipeline` does not take."""
     known = [field.name for field in fields(Settings)][3:]
     if unknown := sorted(set(options) - set(known)):
         raise FxrematError(f"fxremat.pipeline does not take {', '.join(unknown)}; there are {', '.join(known)}")
 
 
 def make_plan(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, settings: Settings) -> Pipelined:
-    """Measure the layers and find a plan whose devices stay inside the budget, with all that PyTorch holds.
+    """Measure the layers, and find a plan with which the memory of each device is within the budget.
 
-    The planner counts the memory of each stage separately; here the engine's order is replayed to find what stages hold
-    together. The planner then gets less or more memory, until a plan fits in the budget and nearly uses it up.
+    The planner counts the memory of each stage separately; here the order of actions is simulated to find the
+    memory of all stages of a device together, as PyTorch's engine uses it. The planner then gets a smaller or
+    larger budget, until a plan fits and nearly uses up the real one.
     """
     search = _Search(profile(ops, inputs, target, devices=settings.devices, effort=settings.refine), settings)
     room, too_much, best = float(settings.mem), float("inf"), None
@@ -258,9 +261,9 @@ class _Search:
         return plan
 
     def within(self, room: int) -> Pipelined:
-        """Return the plan for devices of `room` bytes, with its real memory and time.
+        """Return the plan for devices of `room` bytes, with its simulated memory and time.
 
-        Its stages run in ways (programs with time and memory) that were planned, not estimated. Raises
+        The forward and backward of each of its stages were planned, not only estimated. Raises
         `BudgetTooSmall`.
         """
         self.ways.settle(self._planned, room)
@@ -274,11 +277,15 @@ class _Search:
         return Pipelined(plan=plan, cuts=self.measured.cuts, memory=memory, seconds=seconds)
 
     def least(self, room: int) -> Pipelined:
-        """Return the plan with the least memory, from `room` bytes on. Raises `BudgetTooSmall` if it does not fit."""
+        """Return the plan with the lowest memory, starting from a budget of `room` bytes.
+
+        Raises `BudgetTooSmall` if it exceeds the real budget.
+        """
         while True:
             try:
                 found = self.within(room)
-            except BudgetTooSmall as error:  # its minimum may come from rough costs; exact ones may need more
+                # the error's minimum may come from estimated costs; exact costs may need more
+            except BudgetTooSmall as error:
                 room = max(room + 1, error.minimum)
                 continue
             if found.most <= self.settings.mem:
@@ -287,13 +294,13 @@ class _Search:
 
 
 def _crossing_bytes(ops: Ops) -> int:
-    """Return the median of the bytes that cross the cuts between layers; 0 without cuts."""
+    """Return the median bytes of the tensors that cross between layers; 0 if there is one layer."""
     sizes = sorted(value.meta["val"].nbytes for value in ops.cuts.values())
     return sizes[len(sizes) // 2] if sizes else 0
 
 
 def _same_everywhere(make: Callable[[], Pipelined]) -> Pipelined:
-    """Return on all ranks what `make` returns on rank 0; an error of rank 0 is raised on all of them."""
+    """Run `make` on rank 0 and return its result on all ranks; an error of `make` is raised on all of them."""
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -308,9 +315,9 @@ def _same_everywhere(make: Callable[[], Pipelined]) -> Pipelined:
 
 
 def _checked_everywhere(rank: Rank, plan: PipelinePlan, settings: Settings) -> tuple[int, ...]:
-    """Return the peak of each device in bytes, under the programs that the ranks chose by their own measurements.
+    """Return the peak bytes of each device, with the forwards and backwards that each rank chose by measuring itself.
 
-    Raises `BudgetTooSmall` where one of them does not fit.
+    Raises `BudgetTooSmall` if a device exceeds the budget.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, dict(rank.held))
@@ -324,7 +331,7 @@ def _checked_everywhere(rank: Rank, plan: PipelinePlan, settings: Settings) -> t
 
 
 def _joined_group(settings: Settings) -> bool:
-    """Tell whether this process is one of several; if torchrun started them, initialize their process group.
+    """Tell whether this process is one of several; if torchrun started it, initialize the process group.
 
     Raises `FxrematError` unless there are as many processes as devices. A single process only plans.
     """
@@ -341,7 +348,8 @@ def _joined_group(settings: Settings) -> bool:
 
 
 def _checked(inputs: tuple[Tensor, ...], target: Tensor, settings: Settings) -> int:
-    """Return the number of rows of a batch. Raises `FxrematError` if batch, micro-batches and devices do not fit."""
+    """Return the number of rows of a batch. Raises `FxrematError` if batch, micro-batches and devices are inconsistent.
+    """
     if settings.devices < 2:
         raise FxrematError(
             f"devices={settings.devices}: a pipeline has 2 or more; for one use fxremat.compile"
@@ -370,7 +378,7 @@ def _tensors(inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _named(ops: Ops, rank: Rank | None, model: nn.Module) -> dict[str, Tensor]:
-    """Return the entries of the model's state dict that are on this rank; all of them if `rank` is None.
+    """Return the entries of the model's state dict that this rank owns; all entries if `rank` is None.
 
     Entries that no op reads belong to the rank of the first stage.
     """

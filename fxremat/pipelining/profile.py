@@ -1,12 +1,12 @@
-"""Costs of each run of consecutive layers on its own: a chain for the planner, and the ways to train a stage.
+"""Measures each run of consecutive layers: the costs of single layers, and the ways to train a stage of several.
 
-    layers     ops between two cuts; short neighbours are joined until few enough are left
-    way        one way to train a run of layers: a program, with its seconds and bytes
-    exact      ways that are a few of the programs that fxremat's planner finds for the run as a module
-    rough      ways put together from the programs of single layers, without planning: hints where exact ones matter
+    layers     ops between two cuts of the graph; short neighbours are merged until few enough remain
+    way        a way to train a run of layers: what is recomputed, with the seconds and bytes of that
+    exact      ways found by planning the run of layers as a module of its own
+    rough      estimates of ways, from the ways of single layers; they show for which runs exact ones are needed
 
-For exact ways a run is planned as a model of its own (`fxremat.plan`): its ops are measured, its programs evaluated by
-exact liveness. Equal runs (the blocks of a GPT) are planned once.
+For exact ways, a run of layers is planned as if it were a model (`fxremat.plan`): its ops are measured, and its
+memory is computed op by op. Equal runs (the blocks of a GPT) are planned once.
 """
 
 from __future__ import annotations
@@ -36,48 +36,50 @@ from fxremat.solvers.pipeline.stage_costs import Ways
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import live_bytes
 
-WAYS = 12  # exact ways for each run of layers, at most
-MOST_LAYERS = 32  # layers of a model, at most, or three for each device if that is more
-ALIKE = 1.05  # pairs of layers whose times are within this factor are joined at once, so that equal ones stay equal
+WAYS = 12  # maximum number of exact ways for each run of layers
+MOST_LAYERS = 32  # maximum number of layers of a model, or three per device if that is more
+# pairs of layers whose times are within this factor of the shortest are merged in one pass, so equal layers
+# stay equal
+ALIKE = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spending:
-    """The seconds of a stage's program, and its bytes for one micro-batch, without the stage's input."""
+    """Seconds and bytes of one way to train a stage, for one micro-batch and without the stage's input."""
 
     forward_time: float  # seconds
     backward_time: float  # seconds
-    budget: int  # bytes: the `mem` with which `fxremat.compile` chooses this program
-    kept: int  # bytes from forward to backward, the output included
-    returned: int  # bytes of the output; a loss stays until the step is over
-    forward_peak: int  # bytes beyond what other micro-batches keep
+    budget: int  # the `mem` in bytes with which `fxremat.compile` recomputes this much
+    kept: int  # bytes saved from forward to backward, the output included
+    returned: int  # bytes of the output; a loss is kept until the step ends
+    forward_peak: int  # bytes in addition to what other micro-batches have saved
     backward_peak: (
-        int  # bytes, with what this micro-batch kept and the gradient of its output, which the engine keeps alive
+        int  # peak bytes of the backward, with what this micro-batch saved and the gradient of the stage's output
     )
 
     @property
     def peak(self) -> int:
-        """The most bytes at any time."""
+        """The larger of the two peaks, in bytes."""
         return max(self.forward_peak, self.backward_peak)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Profile:
-    """A model in layers, with the costs of every run of them, which are planned on demand, and remembered."""
+    """A model in layers; it plans runs of consecutive layers on demand and remembers their costs."""
 
     ops: Ops
-    inputs: tuple[Tensor, ...]  # of one micro-batch
-    target: Tensor  # of one micro-batch
-    effort: float  # seconds for which the programs of each run of layers are improved op by op
-    cuts: tuple[int, ...]  # the first op of each layer, and the end of the last
+    inputs: tuple[Tensor, ...]  # inputs of one micro-batch
+    target: Tensor  # target of one micro-batch
+    effort: float  # seconds of search, op by op, for each run of layers
+    cuts: tuple[int, ...]  # index of the first op of each layer, and the number of ops
     _known: dict[str, tuple[Spending, ...]] = field(default_factory=dict)
 
     def module(self, first: int, last: int) -> StageModule:
-        """Return layers first..last, both included, as a module."""
+        """Return the layers `first` to `last`, both included, as a module."""
         return self.ops.module(self.cuts[first], self.cuts[last + 1])
 
     def examples(self, first: int, last: int) -> tuple[Tensor, ...]:
-        """Return example arguments of the module of layers first..last; a tensor from the layer before is random."""
+        """Return example arguments of the module of layers `first` to `last`; the previous layer's output is random."""
         target = (self.target,) if last == self.count - 1 else ()
         if first == 0:
             return (*self.inputs, *target)
@@ -85,24 +87,24 @@ class Profile:
         return (made.to(self.crossing(first).dtype).requires_grad_(), *target)
 
     def crossing(self, layer: int) -> Tensor:
-        """Return the tensor that enters a layer from the one before, on the meta device."""
+        """Return a meta tensor like the one that the previous layer passes to this layer."""
         value: Tensor = self.ops.cuts[self.cuts[layer]].meta["val"]
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def entering(self, layer: int) -> tuple[Tensor, ...]:
-        """Return the inputs of a layer on the meta device; for the first, the model's inputs."""
+        """Return the inputs of a layer as meta tensors; for the first layer, the model's inputs."""
         if layer:
             return (self.crossing(layer).requires_grad_(),)
         return tuple(torch.empty_like(value, device="meta") for value in self.inputs)
 
     def leaving(self, layer: int) -> Tensor:
-        """Return the output of a layer on the meta device; for the last, the loss."""
+        """Return the output of a layer as a meta tensor; for the last layer, the loss."""
         if layer + 1 < self.count:
             return self.crossing(layer + 1).requires_grad_()
         return torch.empty((), device="meta", requires_grad=True)
 
     def input_bytes(self, layer: int) -> int:
-        """Return the bytes of the tensor that enters a layer from the one before; 0 for the first."""
+        """Return the bytes of the tensor that the previous layer passes to this one; 0 for the first layer."""
         return self.crossing(layer).nbytes if layer else 0
 
     @property
@@ -111,7 +113,7 @@ class Profile:
         return len(self.cuts) - 1
 
     def weight_bytes(self, first: int, last: int) -> int:
-        """Return the bytes of the parameters of layers first..last."""
+        """Return the bytes of the parameters of layers `first` to `last`."""
         return sum(parameter.nbytes for parameter in self.module(first, last).parameters())
 
     @property
@@ -120,7 +122,10 @@ class Profile:
         return self.ops.device
 
     def spendings(self, first: int, last: int) -> tuple[Spending, ...]:
-        """Return the costs of all programs on offer for layers first..last, fastest first; equal runs share them."""
+        """Return the costs of all ways to train layers `first` to `last`, fastest first.
+
+        Equal runs of layers share them.
+        """
         module, examples = self.module(first, last), self.examples(first, last)
         key = _text(module, examples)
         if key not in self._known:
@@ -130,11 +135,13 @@ class Profile:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The options that every stage is compiled with; `loss` is 1 byte, as memory outside of it is counted here."""
+        """The options that every stage is compiled with; `loss` is 1 byte, since the loss is counted separately here.
+        """
         return {"loss": 1, "search": Search(seconds=self.effort, progress=False)}
 
     def ways(self, first: int, last: int) -> Sequence[Way]:
-        """Return a few of the programs for layers first..last, in the planner's form, fastest first."""
+        """Return at most `WAYS` of the ways to train layers `first` to `last`, as the planner's input, fastest first.
+        """
         return [self._way(first, last, spending) for spending in _spread(self.spendings(first, last), WAYS)]
 
     def _way(self, first: int, last: int, spending: Spending) -> Way:
@@ -147,12 +154,15 @@ class Profile:
         )
 
     def _counted_twice(self, last: int) -> int:
-        """Return the bytes of a stage's output and its gradient: its peak and the planner's buffers both have them."""
+        """Return the bytes of a stage's output and its gradient.
+
+        They are in the stage's peak, and again in the planner's buffers.
+        """
         return 2 * self.input_bytes(last + 1) if last + 1 < self.count else 0
 
     @cached_property
     def rough(self) -> Ways:
-        """A function that estimates the ways to train a run of layers from the programs of its single layers."""
+        """A function that estimates the ways to train a run of layers from the ways of its single layers."""
         ways = ways_of(self._chain)
 
         def rough(first: int, last: int) -> Sequence[Way]:
@@ -170,11 +180,12 @@ class Profile:
         )
 
     def _block(self, layer: int, size: int) -> Block:
-        """Return a layer, whose output has `size` bytes, as a block with its programs as options."""
-        around = self.input_bytes(layer) + size  # the gradients of input and output
+        """Return a layer whose output has `size` bytes as a block of a chain, with an option for each way to train it.
+        """
+        around = self.input_bytes(layer) + size  # bytes of the gradients of input and output
         first, *others = (
             Option(
-                saved_bytes=max(spending.kept, size),  # `kept` is less where the output is a view
+                saved_bytes=max(spending.kept, size),  # `kept` is smaller if the output is a view
                 backward_time=spending.backward_time,
                 backward_scratch=max(0, spending.backward_peak - spending.kept - around),
                 save_scratch=max(0, spending.forward_peak - spending.kept),
@@ -192,9 +203,10 @@ class Profile:
         )
 
     def spending_of(self, first: int, last: int, way: Way) -> Spending:
-        """Return the costs of the fastest program for layers first..last that needs no more memory than `way`.
+        """Return the costs of the fastest way to train the layers that needs no more memory than `way`.
 
-        They are those measured on this rank; the smallest program is returned if none fits.
+        The costs are those measured on this rank. If nothing is small enough, return those of the way with the
+        lowest memory.
         """
         for spending in self.spendings(first, last):
             takes = self._way(first, last, spending)
@@ -203,7 +215,7 @@ class Profile:
         return self.spendings(first, last)[-1]
 
     def layers(self) -> Layers:
-        """Return the layers for the planner, each with the costs of its fastest program, which keeps everything."""
+        """Return the layers as the planner's input, each with the costs of training it without recomputation."""
         chain = []
         for number in range(self.count):
             fastest = self.spendings(number, number)[0]
@@ -224,9 +236,9 @@ class Profile:
 
 
 def profile(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, *, devices: int, effort: float) -> Profile:
-    """Cut a model into layers and measure them. Raises `CaptureError` if it has fewer layers than devices.
+    """Cut a model into layers and measure them. Raises `CaptureError` if there are fewer layers than devices.
 
-    `effort` is the number of seconds for which the programs of each run of layers are improved.
+    `effort` is the number of seconds of search, op by op, for each run of layers.
     """
     finest = (0, *ops.cuts, ops.end)
     if len(finest) - 1 < devices:
@@ -245,7 +257,7 @@ def profile(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, *, devices: in
 
 
 def joined(cuts: Sequence[int], times: Sequence[float], most: int) -> tuple[int, ...]:
-    """Join the shortest pairs of neighbouring layers until at most `most` are left; return the cuts between these.
+    """Merge the shortest pairs of neighbouring layers until at most `most` layers remain; return the remaining cuts.
 
     >>> joined((0, 1, 2, 3, 4), (5.0, 1.0, 1.0, 5.0), 3)
     (0, 1, 3, 4)
@@ -274,8 +286,8 @@ def _spendings(plan: Plan) -> tuple[Spending, ...]:
 def _spending(candidate: Candidate, costs: Costs) -> Spending:
     program = candidate.program()
     joint = captured_of(program.layout.graph)
-    # The engine passes gradients in with the strides that the stage was traced with, so that none is copied: autograd
-    # holds the engine's own.
+    # The engine passes gradients with the strides that the stage was traced with, so none is copied. Autograd
+    # keeps the engine's own gradients alive.
     sizes = replace(costs.sizes, root=costs.sizes.root - held_beside_copies(joint, device_of(joint)))
     memory = live_bytes(program, sizes, kept=joint.tangent_values)
     coming = sum(sizes.values[value] for value in joint.tangent_values) + sizes.root
@@ -295,7 +307,10 @@ def _spending(candidate: Candidate, costs: Costs) -> Spending:
 
 
 def _spread(spendings: Sequence[Spending], count: int) -> list[Spending]:
-    """Return at most `count` spendings, from the fastest to the smallest, evenly spread over the bytes they keep."""
+    """Return at most `count` of the ways to train a stage, spread evenly over the bytes they save.
+
+    The first and the last of `spendings` are among them.
+    """
     most, least = spendings[0].kept, min(spending.kept for spending in spendings)
     marks = [most - (most - least) * number / max(1, count - 1) for number in range(count)]
     places = range(len(spendings))
@@ -304,7 +319,7 @@ def _spread(spendings: Sequence[Spending], count: int) -> list[Spending]:
 
 
 def _text(module: StageModule, examples: tuple[Tensor, ...]) -> str:
-    """Return a text that is equal for modules with equal ops, whose example tensors have equal shapes and types."""
+    """Return a text that is equal for modules with equal ops and example tensors of equal shapes and dtypes."""
     number = {node: place for place, node in enumerate(module.graph.nodes)}
     lines = [_line(node, number) for node in module.graph.nodes]
     return "\n".join([*lines, str(list(_shapes(examples)))])

@@ -1,4 +1,4 @@
-"""A rank of a pipeline: its stages, each compiled under its own budget, run by PyTorch's pipeline engine.
+"""Runs the stages of one rank of a pipeline, each compiled with its own budget, on PyTorch's pipeline engine.
 
 stage       consecutive layers -> fxremat.compile(module, mem=the peak of the stage's program)
 step        split the batch, run the actions of this rank in the plan's order, losses on the last rank
@@ -24,7 +24,7 @@ from fxremat.solvers.pipeline.model import PipelinePlan
 
 
 def held_by(profile: Profile, plan: PipelinePlan, number: int) -> StageMemory:
-    """Return the memory of stage `number` of a plan, under the program that the plan chose for it."""
+    """Return the memory of stage `number` of a plan, trained in the way that the plan chose for it."""
     stage, last = plan.stages[number], len(plan.stages) - 1
     return StageMemory(
         weights=profile.weight_bytes(stage.first, stage.last),
@@ -54,7 +54,7 @@ def _compiled(
 
 
 class _OnTarget(nn.Module):
-    """A stage that takes the target by name, as the engine passes it."""
+    """Wraps the last stage so that it takes the target as a keyword argument, as the engine passes it."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -66,14 +66,14 @@ class _OnTarget(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rank:
-    """The stages of one rank of a process group, without tensors of other ranks."""
+    """The stages of one rank of a process group; tensors of other ranks are not kept."""
 
     number: int
-    modules: Mapping[int, nn.Module]  # stage -> its module, by the stage's number in the plan
+    modules: Mapping[int, nn.Module]  # index of a stage in the plan -> its module
     stages: Sequence[LeanStage]
-    held: Mapping[int, StageMemory]  # stage -> its memory
-    last: int  # number of the last stage of the plan
-    run: Step  # runs a step of the engine on this rank
+    held: Mapping[int, StageMemory]  # index of a stage in the plan -> its memory
+    last: int  # index of the plan's last stage
+    run: Step  # a function that runs a step on this rank
 
     @classmethod
     def of(
@@ -116,7 +116,7 @@ class Rank:
         return tuple(loss.detach() for loss in losses)
 
     def _explained(self, error: Exception) -> Exception:
-        if isinstance(error.__cause__, FxrematError):  # raised in a stage, wrapped by the engine
+        if isinstance(error.__cause__, FxrematError):  # a stage raised the error, and the engine wrapped it
             return error.__cause__
         if (text := lost_peer(error)) is None:
             return error
@@ -126,7 +126,7 @@ class Rank:
         )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters and buffers of these stages, by the model's names."""
+        """Yield the parameters and buffers of this rank's stages, with their names in the model."""
         for module in self.modules.values():
             yield from module.named_parameters()
             yield from module.named_buffers()

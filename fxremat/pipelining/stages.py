@@ -1,15 +1,15 @@
-"""A model and its loss as a chain of layers, and modules made of consecutive layers.
+"""Exports a model and its loss as a list of ops, finds where it can be cut, and makes modules of consecutive ops.
 
-torch.export captures the forward as one list of ops, in train mode, with dropout and batch norm as they are. The list
-can be cut before an op where only one tensor crosses:
+torch.export captures the forward in train mode, with dropout and batch norm. The list can be cut before an op
+if only one tensor crosses:
 
-    crosses     values made before, read at or after it      a cut needs exactly one, which has a gradient
-    made again  values that depend on no input, parameter    every stage has its own: positions, masks, constants
-                or random number
-    owned       parameters, buffers that ops write           all readers on one side, tied weights included
-    target      the loss's second argument                   passed to the last stage
+    crosses      values computed before the cut and read after it; exactly one, and it has a gradient
+    made again   values that depend on no input, parameter or random number (positions, masks, constants);
+                 each stage computes its own
+    owned        parameters, and buffers that ops write; all readers, also of tied weights, are on one side
+    target       the loss's second argument; it is passed to the last stage
 
-A value that crosses must not be written in place afterwards: it arrives in a buffer of its own.
+A value that crosses must not be written in place after the cut, since the next stage receives a copy of it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class WithLoss(nn.Module):
 class StageModule(nn.Module):
     """A module of consecutive ops with the parameters and buffers they read, under the model's own names.
 
-    A GraphModule wraps errors that are raised inside of it, which dynamo cannot trace; this class only has its forward.
+    A GraphModule would wrap errors raised inside of it, which dynamo cannot trace; this class only has its
+    forward.
     """
 
     graph: fx.Graph
@@ -63,28 +64,28 @@ class StageModule(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ops:
-    """The forward of a model and its loss, op by op, and where it can be cut."""
+    """The forward of a model and its loss as a list of ops, and where it can be cut."""
 
     nodes: tuple[fx.Node, ...]  # the ops, in order
-    inputs: tuple[fx.Node, ...]  # the inputs of the model
+    inputs: tuple[fx.Node, ...]  # placeholders of the model's inputs
     target: fx.Node
     loss: fx.Node
     held: Mapping[fx.Node, str]  # node of a parameter, buffer or constant -> its name
     values: Mapping[str, Any]  # name of a parameter, buffer or constant -> its value
-    again: frozenset[fx.Node]  # values that each stage which reads them computes again
-    cuts: Mapping[int, fx.Node]  # number of an op that can be cut before -> the value that crosses there
+    again: frozenset[fx.Node]  # values that each stage computes for itself if it reads them
+    cuts: Mapping[int, fx.Node]  # index of an op before which the list can be cut -> the value that crosses the cut
 
     def module(self, first: int, last: int) -> StageModule:
-        """Return ops first..last - 1 as a module.
+        """Return ops `first` to `last` - 1 as a module.
 
-        It takes the model's inputs, or the value that crosses before op `first`, and the target if it has the last op.
-        It returns the value that crosses after its ops, or the loss.
+        Its inputs are the model's inputs, or the value that crosses before op `first`; and the target if it has
+        the last op. It returns the value that crosses after its last op, or the loss.
         """
         return _Builder(self, first, last).module()
 
     @property
     def end(self) -> int:
-        """The number of ops, as the end of the last range."""
+        """The number of ops, which is the end of the last range of ops."""
         return len(self.nodes)
 
     @cached_property
@@ -95,19 +96,20 @@ class Ops:
 
     @property
     def read(self) -> list[Any]:
-        """The parameters, buffers and constants that some op reads."""
+        """The parameters, buffers and constants that at least one op reads."""
         return [self.values[name] for node, name in self.held.items() if node.users]
 
 
 def capture(model: nn.Module, inputs: tuple[Tensor, ...], target: Tensor, loss_fn: Loss) -> Ops:
-    """Export the forward of one micro-batch with its loss as a list of ops. The model is neither run nor changed.
+    """Export the forward of one micro-batch with its loss as a list of ops; the model is neither run nor changed.
 
     Raises `CaptureError` if torch.export cannot export it, or if the loss is not one number.
     """
     if not model.training:
         raise CaptureError("the model is in eval mode, and a pipeline trains; call model.train() first")
     try:
-        examples = (tuple(value.clone() for value in inputs), target.clone())  # a tensor passed twice becomes two
+        # cloned, since torch.export treats a tensor that is passed twice as one input
+        examples = (tuple(value.clone() for value in inputs), target.clone())
         program = torch.export.export(WithLoss(model, loss_fn), examples, strict=False)
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -129,7 +131,7 @@ def _read(program: torch.export.ExportedProgram, count: int) -> Ops:
         held[node] = spec.target.removeprefix(MODEL)
         known = program.state_dict if spec.target in program.state_dict else program.constants
         values[held[node]] = known[spec.target]
-    for node in program.graph.nodes:  # bodies of autocast, no_grad and the like
+    for node in program.graph.nodes:  # get_attr nodes refer to the graphs of autocast, no_grad and similar regions
         if node.op == "get_attr":
             held[node] = str(node.target)
             values[held[node]] = getattr(program.graph_module, str(node.target))
@@ -149,14 +151,15 @@ def _read(program: torch.export.ExportedProgram, count: int) -> Ops:
 
 
 class _Sharing:
-    """The base that each node of a graph is a view of, and the last op that writes to each memory in place."""
+    """For each node, the node that it is a view of; for each storage, the last op that writes to it in place."""
 
     def __init__(self, nodes: Sequence[fx.Node], held: Mapping[fx.Node, str], values: Mapping[str, Any]):
         self._shown: dict[fx.Node, fx.Node] = {}
         first: dict[int, fx.Node] = {}
-        for node, name in held.items():  # tied weights are one
+        for node, name in held.items():  # the names of tied weights share one tensor
             self._shown[node] = first.setdefault(_memory(values[name]), node)
-        self.written: dict[fx.Node, int] = {}  # memory, as `of` names it -> number of the last op that writes it
+        # base node, as `of` returns it -> index of the last op that writes to it in place
+        self.written: dict[fx.Node, int] = {}
         for place, node in enumerate(nodes):
             for argument, writes, shows in _aliases(node):
                 if writes:
@@ -165,17 +168,20 @@ class _Sharing:
                     self._shown.setdefault(node, self.of(argument))
 
     def of(self, node: fx.Node) -> fx.Node:
-        """Return the node whose memory this one is a view of; the node itself if it is none."""
+        """Return the node that this node is a view of, or the node itself if it is no view."""
         return self._shown.get(node, node)
 
 
 def _memory(value: Any) -> int:
-    """Return a number, equal for tensors in the same memory: two names of a weight, two parameters of one storage."""
+    """Return an id of a tensor's storage, which is equal for two names of one weight.
+
+    For other values, an id of the object.
+    """
     return (value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0) or id(value)
 
 
 def _aliases(node: fx.Node) -> Iterator[tuple[fx.Node, bool, bool]]:
-    """Yield the tensor arguments that an op writes in place or returns a view of: (argument, writes, shows)."""
+    """Yield (argument, whether it is written in place, whether the result is a view of it) for aliased arguments."""
     if node.target is operator.getitem:
         yield node.all_input_nodes[0], False, True
     schema = getattr(node.target, "_schema", None)
@@ -198,7 +204,7 @@ def _aliases(node: fx.Node) -> Iterator[tuple[fx.Node, bool, bool]]:
 def _made_again(
     nodes: Sequence[fx.Node], held: Mapping[fx.Node, str], values: Mapping[str, Any], sharing: _Sharing
 ) -> frozenset[fx.Node]:
-    """Return the values that every stage can compute for itself: no input, parameter or random number is in them."""
+    """Return the values that each stage can compute for itself: they depend on no input, parameter or random number."""
     free = {node for node, name in held.items() if not _is_owned(node, values[name], sharing)}
     for node in nodes:
         written = sharing.of(node) in sharing.written
@@ -217,7 +223,7 @@ def _is_random(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Cuts:
-    """The search for places where the forward can be cut into stages: exactly one tensor crosses them."""
+    """Finds the ops before which the forward can be cut into stages, since exactly one tensor crosses there."""
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
@@ -229,7 +235,7 @@ class _Cuts:
     sharing: _Sharing
 
     def all(self) -> Iterator[tuple[int, fx.Node]]:
-        """Yield (number of an op to cut before, the value that crosses there), once for each tensor that crosses."""
+        """Yield (index of an op that can be cut before, the value that crosses), one for each different value."""
         place_of = {node: place for place, node in enumerate(self.nodes)}
         last = {node: self._last_reader(node, place_of) for node in (*self.inputs, *self.nodes)}
         first_use, last_use = self._uses(place_of)
@@ -254,7 +260,7 @@ class _Cuts:
         return max((place_of[user] for user in node.users if user in place_of), default=-1)
 
     def _uses(self, place_of: Mapping[fx.Node, int]) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-        """Return the first and the last op that reads each tensor that no stage can make again, and the target."""
+        """Return the first and the last op that reads each parameter, written buffer, and the target."""
         first: dict[fx.Node, int] = {}
         last: dict[fx.Node, int] = {}
         for node in (*self.held, self.target):
@@ -270,7 +276,7 @@ class _Cuts:
         return first, last
 
     def _trained(self) -> set[fx.Node]:
-        """Return all values that a gradient flows through."""
+        """Return all tensors that a gradient may flow through."""
         found = {
             node for node, name in self.held.items() if getattr(self.values[name], "requires_grad", False)
         }
@@ -302,10 +308,10 @@ class _Builder:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         result = self.ops.loss if self.last == self.ops.end else self.ops.cuts[self.last]
         value = copies[result]
-        # A loss stays until the step ends, and mse_loss returns it in the storage of all its terms.
+        # The loss is kept until the step ends, and mse_loss returns it in the storage of all its terms.
         if result is self.ops.loss:
             value = graph.call_function(torch.ops.aten.clone.default, (value,))
-        elif not result.meta["val"].is_contiguous():  # a tensor that is sent has to be contiguous
+        elif not result.meta["val"].is_contiguous():  # tensors have to be contiguous to be sent
             value = graph.call_function(torch.ops.aten.contiguous.default, (value,))
         graph.output(value)
         values = {
@@ -319,7 +325,7 @@ class _Builder:
         return self.ops.held[self.shown(node)]
 
     def shown(self, node: fx.Node) -> fx.Node:
-        """Return the first of the nodes that stand for the same tensor as `node`, as those of a tied weight do."""
+        """Return the first node that stands for the same tensor as `node`; nodes of a tied weight share a tensor."""
         value = self.ops.values[self.ops.held[node]]
         return next(other for other, name in self.ops.held.items() if self.ops.values[name] is value)
 
@@ -332,7 +338,7 @@ class _Builder:
             yield self.ops.target
 
     def _in_order(self, wanted: set[fx.Node]) -> Iterator[fx.Node]:
-        """Yield the ops of this stage and all that they read, values that every stage computes again included."""
+        """Yield the ops of this stage and all that they read, including values that each stage computes for itself."""
         given = set(self._arguments())
         kept = {node for node in wanted if node not in self.ops.again}
         if self.last == self.ops.end:

@@ -1,12 +1,13 @@
-"""Planning: `plan` leads from a captured step to the plan that runs it inside a budget, in four steps.
+"""Planning: `plan` turns a captured training step into the plan that runs it inside a memory budget.
 
-    limit       the budget in bytes, or as a share of the peak of keep-all
-    variants    the step as captured, or in slices; each with the costs of its ops and the frontier of its programs
-    fastest     times calibrated, copies and communication placed: the fastest program that fits
-    compiled    that program with its ops compiled by Inductor in groups (regions), where the user asks for that and it
-                is faster
+    limit       the budget in bytes, or as a percentage of the peak of a step that recomputes nothing ("keep-all")
+    variants    the step as captured, and rewritten so that its largest ops run on slices of the batch or sequence; each
+                with the costs of its ops and the Pareto frontier of ways to run it (time against peak memory)
+    fastest     measured times are corrected, copies and communication are scheduled, and the fastest way that fits is
+                chosen
+    compiled    that way with groups of its ops compiled by Inductor, if the user asks for it and it is faster
 
-"Keep-all" is the program that recomputes nothing. Capturing a step and running a plan are in `fxremat.runtime`.
+Capturing a step and running a plan are in `fxremat.runtime`.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ log = logging.getLogger(__name__)
 
 
 def plan(step: Step, options: Options) -> Plan:
-    """Plan a captured step within the user's budget; the log reports the begin and the result.
+    """Plan a captured training step within the user's budget, and log the start and the result.
 
     Raises:
-        BudgetTooSmall: no program fits; the least budget is given in percent too, where the budget is in percent.
+        BudgetTooSmall: nothing fits; the error states the least budget that works, in percent too if the user gave
+            percent.
     """
     if options.compiles and communicates(step.graph):
         raise FxrematError('backend="inductor" compiles steps of one device; this one communicates with other ranks')
@@ -46,7 +48,7 @@ def plan(step: Step, options: Options) -> Plan:
         return saved
     if isinstance(options.budget, Least):
         return _least(step, options)
-    kernels.ready()  # before anything is measured: a compiler at work would disturb that
+    kernels.ready()  # waits for the numba compilers in other processes, which would disturb the measurements below
     limit = limit_of(step, options)
     shown = options.search.progress and step.ranks.rank == step.ranks.ranks[0]
     with bars(shown=shown), planning(what(step, limit)) as planned:
@@ -63,7 +65,7 @@ def plan(step: Step, options: Options) -> Plan:
 
 
 def _least(step: Step, options: Options) -> Plan:
-    """Plan within the least budget that works: the one that the error for a budget of one byte states."""
+    """Plan within the least budget that works, which the error for a budget of one byte states."""
     try:
         return plan(step, replace(options, mem=1))
     except BudgetTooSmall as error:
@@ -72,10 +74,10 @@ def _least(step: Step, options: Options) -> Plan:
 
 
 def _saved(step: Step, options: Options) -> Plan | None:
-    """Return the plan that the user passed, applied to this step; None if it is for another step, which is logged.
+    """Return the saved plan that the user passed as `plan=`, bound to this step; None if it is for another step.
 
     Raises:
-        PlanMismatch: the plan is for another step, and the options allow no new plan in its place.
+        PlanMismatch: the plan is for another step, and the options do not allow a new plan instead.
     """
     made, reason = None, ""
     with planning(what(step, Limit(words=str(options.mem)))) as planned:
@@ -98,7 +100,7 @@ def _saved(step: Step, options: Options) -> Plan | None:
 
 
 def _with_weights(made: Plan, step: Step) -> Plan:
-    """Return a saved plan; if it updates weights, with the handles of this process's parameters.
+    """Return a saved plan; one that also updates weights is connected to the parameters of this process.
 
     Raises:
         PlanMismatch: the plan is for another kind of optimizer, or an earlier plan has moved other parameters to the
@@ -119,7 +121,8 @@ def _with_weights(made: Plan, step: Step) -> Plan:
 
 
 def _with_advice(error: BudgetTooSmall, variants: Variants, options: Options) -> BudgetTooSmall:
-    """Add to the error how little memory would do if ops ran in slices; return it as it is if that is not known."""
+    """Add to the error the least budget that would work with `slices=True`; return it unchanged if that is not known.
+    """
     if options.slicing or error.note or len(variants.captured.step.ranks.ranks) > 1:
         return error
     try:
@@ -130,7 +133,7 @@ def _with_advice(error: BudgetTooSmall, variants: Variants, options: Options) ->
 
 
 def _check_equal(made: Plan, ranks: Agreement) -> None:
-    """Raise `FxrematError` where ranks would run their collectives in different orders, and wait for ever."""
+    """Raise `FxrematError` if ranks have plans that run collectives in different orders, which would deadlock."""
     if len(ranks.ranks) == 1:
         return
     graph = made.graph
@@ -142,6 +145,6 @@ def _check_equal(made: Plan, ranks: Agreement) -> None:
 
 
 def what(step: Step, limit: Limit) -> str:
-    """Return what is being planned in words, for the log."""
+    """Describe the planned step and its budget in words, for the log."""
     called_with = f" for inputs of {step.called_with}" if step.called_with else ""
     return f"{len(step.graph.ops)} ops within {limit.words}{called_with}"

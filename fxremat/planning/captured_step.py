@@ -1,7 +1,7 @@
-"""A captured training step as an object for users: planning it needs no further capture or measurement.
+"""A captured training step as an object for users: planning it again needs no further capture or measurement.
 
     step = fxremat.capture(model, (x,))
-    step.frontier                          peak and time of every plan on offer
+    step.frontier                          peak memory and time of every available plan
     plan = step.plan("60%")
     step.plan("40%", offload=True)
 """
@@ -25,53 +25,53 @@ from fxremat.units import format_bytes
 
 
 class CapturedStep(ABC):
-    """Forward and backward of one call of a model, captured as one graph."""
+    """Forward and backward of one call of a model, captured as one graph, from which plans are made."""
 
     @property
     def sizes(self) -> str:
-        """The sizes of inputs that may change, as `tokens[1] = 300`; "" where all are fixed."""
+        """The input sizes that may change, as text such as `tokens[1] = 300`; "" if all sizes are fixed."""
         return ""
 
     @property
     def resizable_inputs(self) -> frozenset[str]:
-        """The names of the inputs whose sizes may change; sizes of further inputs may follow from theirs."""
+        """The names of the inputs whose sizes may change; the sizes of other inputs may follow from them."""
         return frozenset()
 
     @property
     @abstractmethod
     def options(self) -> Options:
-        """The options that the step was captured with: the defaults of its plans."""
+        """The options that the step was captured with, which are the defaults of its plans."""
 
     @property
     @abstractmethod
     def graph(self) -> Captured:
-        """The step op by op: a `StepGraph`, with `to_networkx()`."""
+        """The captured forward and backward, op by op; its `to_networkx()` gives a networkx graph."""
 
     @abstractmethod
     def plan(self, mem: int | str | None = None, **options: Unpack[StepOptions]) -> Plan:
-        """Plan the step within a budget; nothing is captured or measured again.
+        """Plan the step within a memory budget; nothing is captured or measured again.
 
         Args:
-            mem: the budget in any form that `fxremat.compile` takes; None: the one given to `capture`.
-            options: options of `fxremat.plan` that are to differ from those of `capture`. What decides the capture
-                cannot: `method`, `dynamic`, `backend`, whether weights may live on the host, and which outputs take
+            mem: the budget in any form that `fxremat.compile` takes; None: the budget given to `capture`.
+            options: options of `fxremat.plan` to change from those of `capture`. Options that decide what is captured
+                cannot change: `method`, `dynamic`, `backend`, whether weights may live on the host, which outputs get
                 gradients.
 
         Raises:
-            BudgetTooSmall: nothing fits; `.minimum` is what would.
+            BudgetTooSmall: no plan fits; `.minimum` is the least budget that works.
             InvalidBudget: `mem` has another form.
-            FxrematError: an option has a value that it cannot have, or belongs to the capture.
+            FxrematError: an option has an invalid value, or cannot change after the capture.
         """
 
     @abstractmethod
     def least(self) -> int:
-        """Return the least budget that works, in bytes. This takes as long as making a plan."""
+        """Return the least budget that works, in bytes; this takes as long as making a plan."""
 
     def at(self, **sizes: object) -> Self:
-        """Return the same step for inputs of other sizes, where it was captured for several: see `Plan.at`.
+        """Return the same step for other input sizes, if it was captured with sizes that may change; see `Plan.at`.
 
         Raises:
-            FxrematError: the step has fixed sizes, or an input that is named has no size that may change.
+            FxrematError: all sizes of the step are fixed, or a named input has no size that may change.
         """
         raise FxrematError(
             f"this step is of fixed sizes ({', '.join(sizes)} cannot change): capture it with dynamic=True, or with "
@@ -80,13 +80,14 @@ class CapturedStep(ABC):
 
     @property
     def frontier(self) -> FrontierTable:
-        """The (peak in bytes, time in seconds) of every plan on offer, fastest first; it prints as a table."""
+        """The (peak in bytes, time in seconds) of every available plan, fastest first; it prints as a table."""
         return self.plan("100%").frontier
 
     def profile(self) -> Profile:
-        """Find where the memory of the step goes with no budget, and what would save most.
+        """Find which values take the memory of the step when nothing is recomputed, and what would save most of it.
 
-        Recomputation, offloading and slices are tried, which takes as long as about three plans.
+        Recomputation, offloading and running in slices are tried, which takes as long as making about three
+        plans.
         """
         return profile_of(self.plan("100%"))
 
@@ -98,7 +99,7 @@ class CapturedStep(ABC):
 
 
 class FixedStep(CapturedStep):
-    """A captured step whose sizes are fixed."""
+    """A captured training step all of whose input sizes are fixed."""
 
     def __init__(self, step: Step, options: Options) -> None:
         self._step, self._options = step, options
@@ -110,7 +111,7 @@ class FixedStep(CapturedStep):
 
     @property
     def graph(self) -> Captured:
-        """The step op by op."""
+        """The captured forward and backward, op by op."""
         return self._step.graph
 
     def plan(self, mem: int | str | None = None, **options: Unpack[StepOptions]) -> Plan:

@@ -1,4 +1,5 @@
-"""The choice of a plan from the frontier of a step: times calibrated, copies placed, the fastest program that fits."""
+"""Choosing a plan from the Pareto frontier of a step: correct its times, schedule copies, take the fastest that fits.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +36,15 @@ from fxremat.transfers.weight_updates import best_within, resident_peak
 
 
 def chosen(survey: Survey, options: Options) -> Plan:
-    """Plan with the fastest program of a survey that fits. Raises `BudgetTooSmall` where none does."""
+    """Plan with the fastest candidate of a step's frontier that fits the budget. Raises `BudgetTooSmall` if none does.
+    """
     survey = _calibrated(survey, options)
     return survey.step.ranks.together("planning", partial(_chosen, survey, options))
 
 
 def _chosen(survey: Survey, options: Options) -> Plan:
-    """Place copies to the host and communication with other ranks on the device's links, and choose a program."""
+    """Schedule copies to the host and communication with other ranks beside the ops, and choose the fastest that fits.
+    """
     if communicates(survey.step.graph) and not options.offloads:
         overlapping = with_overlap(survey.frontier, survey.costs, survey.limit.bytes)
         survey = replace(survey, frontier=overlapping)
@@ -53,12 +56,12 @@ def _chosen(survey: Survey, options: Options) -> Plan:
 
 
 def _calibrated(survey: Survey, options: Options) -> Survey:
-    """Run a program near the budget, and multiply all times by its measured over its predicted time.
+    """Run one program whose peak is near the budget, and scale all times by its measured over its predicted seconds.
 
-    Estimated costs are left as they are. Without offloading, raises `BudgetTooSmall` before anything runs.
+    Estimated costs stay as they are. Without offloading, `BudgetTooSmall` is raised before anything runs.
     """
     if options.host is None:
-        _fastest(survey)  # raises `BudgetTooSmall` before anything runs
+        _fastest(survey)  # called only to raise `BudgetTooSmall` before anything runs, if nothing fits
     if not options.measures:
         return survey
     near = survey.frontier.nearest(survey.limit.bytes).program()
@@ -67,7 +70,8 @@ def _calibrated(survey: Survey, options: Options) -> Survey:
 
 
 def _fastest(survey: Survey) -> Candidate:
-    """Return the fastest candidate that fits. Raises `BudgetTooSmall`, which names the op that needs most memory."""
+    """Return the fastest candidate that fits. Raises `BudgetTooSmall`, which names the op at which memory is largest.
+    """
     try:
         return survey.frontier.within(survey.limit.bytes)
     except BudgetTooSmall as error:
@@ -78,7 +82,7 @@ def _fastest(survey: Survey) -> Candidate:
 def plan_of(
     candidate: Candidate, frontier: Frontier, costs: Costs, budget: int, options: Options, **further: Any
 ) -> Plan:
-    """Put a plan together from the chosen candidate and the frontier that it was chosen from.
+    """Make a plan from the chosen candidate and the Pareto frontier that it was chosen from.
 
     Args:
         budget: bytes.
@@ -101,7 +105,7 @@ def plan_of(
 
 
 def _plan_with_offloading(survey: Survey, options: Options) -> Plan:
-    """Plan with values that may wait on the host between forward and backward."""
+    """Plan with activations that may be copied to the host after forward and back before backward."""
     frontier, costs = survey.frontier, survey.costs
     graph, limit = survey.step.graph, survey.limit
     tier = options.tier or default_tier(device_of(graph))
@@ -121,7 +125,7 @@ def _plan_with_offloading(survey: Survey, options: Options) -> Plan:
 
 
 def _plan_with_weights(survey: Survey, trained: TrainedParameters, options: Options) -> Plan:
-    """Plan a step that updates its weights, some of which live on the host."""
+    """Plan a step that updates its weights, some of which are stored on the host while the step does not use them."""
     graph, frontier, limit, tier = survey.step.graph, survey.frontier, survey.limit, trained.weights.tier
     link = measure_link(tier, device_of(graph), typical_size(graph))
     costs = with_own_sizes(graph, survey.costs)
@@ -157,7 +161,8 @@ def _plan_with_weights(survey: Survey, trained: TrainedParameters, options: Opti
 
 
 def _link(tier: HostTier, graph: Captured, options: Options) -> Link:
-    """Return the speeds of copies to the host tier and back: measured, or estimated where costs are estimated."""
+    """Return the speeds of copies to the host and back: measured, or the device description's if costs are estimated.
+    """
     if options.measures:
         return measure_link(tier, device_of(graph), typical_size(graph))
     speed = estimated_device(graph, options).link
@@ -167,7 +172,7 @@ def _link(tier: HostTier, graph: Captured, options: Options) -> Link:
 def _naming_the_limit(
     error: BudgetTooSmall, frontier: Frontier, costs: Costs, link: Link, options: Options
 ) -> BudgetTooSmall:
-    """Return the error; with a note if the program would fit with more host memory than the user allows."""
+    """Return the error, with a note if the step would fit had the user allowed more host memory."""
     if options.host_limit is None:
         return error
     free = with_offloading(frontier, costs, link).minimum

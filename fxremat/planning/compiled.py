@@ -1,13 +1,14 @@
-"""Compiled regions: from a plan that runs op by op to the fastest one in regions of Inductor that fits.
+"""Compile the ops of an op-by-op plan in groups with Inductor, where that fits and is faster.
 
-    candidates    op-by-op programs, fastest first: some above the budget too, since regions may need less
-    units         each program cut into units, which are compiled regions or single ops: by what can be fused, else by
-                  block where little compiling is needed; regions that gain little stay uncompiled, if the program fits
-                  so; its peak is guessed before anything is compiled
-    judged        regions compiled and measured on the step's real values; peak and time follow from those of the units
+    candidates    op-by-op programs (orders of ops with recomputations), fastest first; some exceed the budget, since
+                  compiled groups may need less memory
+    units         each program is cut into units: groups of ops to compile (regions), and single ops. `CUTS` has two
+                  ways: by what Inductor can fuse, and by block. Regions that would gain little are left as single ops
+    judged        regions are compiled and measured on the step's real values; peak and time of a program follow from
+                  those of its units
 
-The chosen program fits by measured figures, and the step has run once within the budget before it is trained with.
-Where no program in regions fits, or none is faster, the op-by-op plan stays.
+A program in regions is chosen by measured peak and time, and only after one run of the step stayed within the
+budget. If none fits, or none is faster, the op-by-op plan stays.
 """
 
 from __future__ import annotations
@@ -57,15 +58,21 @@ from fxremat.transfers.offloading import Source
 from fxremat.units import format_seconds
 
 log = logging.getLogger(__name__)
-TRIES = 4  # programs whose regions are compiled and measured, at most, for each of the `CUTS`
-WORTH_IT = 1.02  # a program that takes more than this times one run of each op recomputes much: the search is repeated
-FASTER = 0.99  # where regions need more than this times the op-by-op seconds, the next of the `CUTS` is tried too
-SLOWER = 1.1  # a region that needs more than this times the seconds of its ops runs op by op
-WORTH_APART = 0.005  # running the `SLOWER` regions op by op has to save this share of the seconds of all units
-LITTLE = 0.003  # regions stay uncompiled if compiling them all would save at most this share of a step's seconds
-STEPS = 10_000  # training steps within which compiled regions have to save the time that compiling them takes
-COMPILING = 0.05  # seconds to compile an op: 0.02 to 0.1 on two cores
-QUICK = 5.0  # seconds of compiling that the second of the `CUTS` may need; half the seconds spent so far, if more
+TRIES = 4  # for each way to form groups of ops (`CUTS`), maximum number of programs that are compiled and measured
+# search again, with measured region times, if a program takes more than this times the seconds of each op run
+# once
+WORTH_IT = 1.02
+# try the next of the `CUTS` if a program in regions takes more than this times the seconds of the op-by-op
+# program
+FASTER = 0.99
+SLOWER = 1.1  # a region that takes more than this times the summed seconds of its ops runs op by op
+# regions slower than `SLOWER` run op by op if this saves at least this fraction of the program's seconds
+WORTH_APART = 0.005
+LITTLE = 0.003  # nothing is compiled if compiling every region would save at most this fraction of a step's seconds
+STEPS = 10_000  # compiling regions has to pay off within this many training steps
+COMPILING = 0.05  # estimated seconds to compile one op; 0.02 to 0.1 were measured on two cores
+# seconds of compiling allowed for the second of the `CUTS`; or half the seconds spent compiling so far, if more
+QUICK = 5.0
 NOTHING_FITS = "no program in regions fits"
 LITTLE_GAINED = "regions that fit would gain little, or nothing"
 
@@ -75,36 +82,39 @@ CUTS: tuple[Cut, ...] = (pointwise, lambda program, _, __: by_block(program))
 
 @dataclass(frozen=True, kw_only=True)
 class _Chosen:
-    """The chosen program as it is stored for later processes: a candidate without its graph, in units."""
+    """The chosen program as stored on disk for later processes, without its graph."""
 
     candidate: Candidate
-    units: Units  # none: op by op
+    units: Units  # compiled regions and single ops, in order; () if the program runs op by op
     seconds: float
-    why: str  # the reason why the program runs op by op; not used where it runs in units
+    why: str  # the reason why nothing is compiled; unused if something is
 
 
 def with_compiled_kernels(plan: Plan, step: Step, options: Options) -> Plan:
-    """Return the plan with ops in compiled regions where that fits and is faster, else op by op with the reason why."""
+    """Return the plan with ops in compiled regions if that fits and is faster, else the op-by-op plan with the reason.
+    """
     search = _Search(plan, replace(step, graph=plan.captured), options)
     return search.chosen_before() or search.chosen()
 
 
 class _Search:
-    """The search for a program in units for one plan, with the programs that were tried."""
+    """The search for the fastest program in compiled regions, starting from one op-by-op plan."""
 
     def __init__(self, plan: Plan, step: Step, options: Options) -> None:
         self._plan, self._step, self._options = plan, step, options
         config = (options.inductor and options.inductor.config) or {}
         self._kernels = Kernels(settings=config, decompositions=DECOMPOSITIONS, required=ALWAYS_COMPILED)
-        self._single = plan.costs  # costs of the ops when they run one by one in a step
-        self._budget = plan.budget  # bytes; lowered once a program allocates more than was predicted
-        self._shares: Sequence[float] | None = None  # seconds of each op in regions over its own seconds, once known
-        self._tried: list[Judged] = []  # programs in units that were measured
-        self._gaining = False  # True once regions of some program would be faster than its ops one by one
-        self._compiling = 0.0  # seconds of compiling so far
+        self._single = plan.costs  # seconds and bytes of each op when it runs by itself
+        self._budget = plan.budget  # bytes; lowered if a program allocates more than was predicted
+        # for each op: its seconds inside compiled regions / its seconds as an uncompiled op; None until
+        # measured
+        self._shares: Sequence[float] | None = None
+        self._tried: list[Judged] = []  # programs in compiled regions that were measured so far
+        self._gaining = False  # True once some program would be faster in compiled regions than op by op
+        self._compiling = 0.0  # seconds spent compiling so far
 
     def chosen_before(self) -> Plan | None:
-        """Return the plan of the program that an earlier search chose; None if none is stored, or it does not fit."""
+        """Return the plan that an earlier search stored on disk; None if there is none, or it does not fit."""
         known = read(device_of(self._plan.graph), self._key, _Chosen, Unit)
         if known is None:
             return None
@@ -115,10 +125,10 @@ class _Search:
         return self.plan_of(judged, known.seconds, known.why)
 
     def chosen(self) -> Plan:
-        """Return the plan of the fastest program that fits, in regions or op by op, and store the choice.
+        """Return the plan of the fastest program that fits, in compiled regions or op by op, and store the choice.
 
-        A program in regions has run once within the budget; one that allocates more than predicted is replaced by a
-        smaller one.
+        A program in regions is run once first: if it allocates more than the budget, a smaller one is searched
+        for.
         """
         plan = self._plan
         for _ in range(TRIES):
@@ -138,16 +148,15 @@ class _Search:
         return replace(plan, not_compiled=NOTHING_FITS)
 
     def _seconds(self, in_regions: Sequence[Judged], alone: Sequence[Judged]) -> list[float]:
-        """Return the seconds that a step takes with each program, in the order `[*in_regions, *alone]`.
+        """Return the seconds of a step with each program, in the order `[*in_regions, *alone]`.
 
-        Whole steps are timed only once for a graph of ops, whatever the budget is. The factor by which programs in
-        regions were slower than predicted, relative to the op-by-op program, is stored, and multiplies the predictions
-        from then on. Both predicted and measured seconds are off by some percent, by chance: their geometric mean
-        counts.
+        Predicted and timed seconds are both off by some percent, so their geometric mean is returned. Whole
+        steps are timed only once for a graph: how much slower steps in regions were than predicted, relative to
+        the op-by-op step, is stored on disk, and later predictions are multiplied by it.
 
         Args:
             in_regions: programs whose ops run in compiled regions.
-            alone: the op-by-op program, if it fits; else ().
+            alone: the op-by-op program in a list, or () if it does not fit.
         """
         rivals, key, device = [*in_regions, *alone], self._key_of_ops("factor"), device_of(self._plan.graph)
         foreseen = [rival.time for rival in rivals]
@@ -166,27 +175,28 @@ class _Search:
         return [*(factor * rival.time for rival in in_regions), *(rival.time for rival in alone)]
 
     def _key_of_ops(self, what: str) -> str:
-        """Return the key under which a fact about this graph's ops in regions is stored, the same for all budgets."""
+        """Return the key that stores a measurement of this graph's ops in compiled regions, the same for all budgets.
+        """
         return f"{what} {self._kernels.configuration} {of_ops(self._plan.graph)}"
 
     def _keep(self, judged: Judged, seconds: float, why: str) -> None:
-        """Store the choice, for `chosen_before`."""
+        """Store the chosen program on disk, where `chosen_before` finds it."""
         candidate = exchanged(NO_GRAPH)(judged.candidate)
         chosen = _Chosen(candidate=candidate, units=judged.units, seconds=seconds, why=why)
         write(device_of(self._plan.graph), self._key, chosen)
 
     @cached_property
     def _calibration(self) -> float:
-        """The seconds of all ops within a step over the sum of the seconds that each takes when measured by itself.
+        """The measured seconds of an entire step, divided by the summed seconds of its ops measured one by one.
 
-        The seconds of regions, which are measured by themselves, are multiplied by it.
+        Measured seconds of single compiled regions are multiplied by it.
         """
         ops = range(len(self._plan.graph.ops))
         return self._single.time_of(ops) / known_costs(self._plan.captured).time_of(ops)
 
     @cached_property
     def _key(self) -> str:
-        """The key under which the choice is stored: graph, costs, budget and options, all that it depends on."""
+        """The key under which the chosen program is stored: a digest of the graph, costs, budget and options."""
         options, of = self._options, (self._kernels.configuration, self._plan.budget, self._plan.chosen.peak)
         sought = (options.search.seconds, options.search.slots)
         hosted = (self._plan.link, options.host_limit)
@@ -194,10 +204,11 @@ class _Search:
         return repr(key_of(self._plan.graph, self._single, settings))
 
     def in_regions(self) -> list[Judged]:
-        """Return the programs in units that are worth timing; none where none fits.
+        """Return the programs in compiled regions whose steps are to be timed: one or two, or none if none fits.
 
-        How long ops take in regions is learned once for a graph of ops, whatever the budget is, and the search uses it
-        from then on. The first time, the program found with op-by-op seconds competes with the one found with these.
+        The first time for a graph, the seconds of ops inside regions are measured and stored, the search is
+        repeated with them, and both programs compete. Later searches, whatever the budget, start from the
+        stored seconds.
         """
         joint, known = self._plan.captured, self._plan.alternatives.candidates
         key = self._key_of_ops("shares")
@@ -217,7 +228,8 @@ class _Search:
         return [found] if corrected is None or corrected.units == found.units else [found, corrected]
 
     def _candidates_with(self, shares: Sequence[float]) -> Sequence[Candidate]:
-        """Search for programs again, with the seconds of each op multiplied by its share, if that is below 1."""
+        """Search for programs again, with the seconds of an op multiplied by its factor in `shares` if that is below 1.
+        """
         plan, single = self._plan, self._single
         if min(shares) >= 1:
             return plan.alternatives.candidates
@@ -227,9 +239,10 @@ class _Search:
         return searched_again(known, costs, plan.budget, self._options).candidates
 
     def fastest(self, candidates: Iterable[Candidate]) -> Judged | None:
-        """Return the fastest program in units that fits, as far as op-by-op times predict the order; None if none fits.
+        """Return the fastest program in compiled regions that fits; None if none does.
 
-        The candidates are tried fastest first, and the first that fits is taken for each of the `CUTS`.
+        Candidates are tried in increasing op-by-op time. For each of the `CUTS` the first that fits is taken,
+        and the faster of these is returned.
         """
         joint, largest = self._plan.graph, inf if self._plan.link else ABOVE * self._budget
         near = [one.without_transfers for one in candidates if one.peak <= largest and one.layout.graph is joint]
@@ -244,9 +257,10 @@ class _Search:
         return min(found, key=lambda judged: judged.time, default=None)
 
     def _fastest_cut(self, candidates: Sequence[Candidate], cut: Cut, most: float) -> Judged | None:
-        """Return the first candidate that fits when cut in this way; None if none does, or compiling takes too long.
+        """Return the first candidate that fits when it is cut into regions by `cut`; None if none does.
 
-        Too long is more than `most` seconds. At most `TRIES` candidates are compiled and measured.
+        None is also returned if compiling would take more than `most` seconds. At most `TRIES` candidates are
+        compiled.
         """
         budget, sizes, tries = self._budget, self._single.sizes, 0
         for candidate, program, units, saved in self._in_units(candidates, cut):
@@ -257,7 +271,7 @@ class _Search:
             if alone and live_bytes(fused, known_costs(captured_of(fused.layout.graph)).sizes).peak > budget:
                 continue
             seconds = _seconds_of_compiling(fused)
-            if seconds > most:  # the other candidates need about as much if they are cut in this way
+            if seconds > most:  # other candidates, cut in the same way, would take about as long to compile
                 return None
             if seconds > STEPS * saved:
                 continue
@@ -286,10 +300,10 @@ class _Search:
     def _in_units(
         self, candidates: Iterable[Candidate], cut: Cut
     ) -> Iterator[tuple[Candidate, Program, Units, float]]:
-        """Yield each candidate with its program, its units, and the most seconds that these can save in a step.
+        """Yield candidates with their compiled groups of ops, and an upper bound on the seconds that these save.
 
-        Each comes first with only those regions compiled that gain much, then with all of them. If the op-by-op program
-        fits, candidates that cannot become faster than it are left out.
+        Each candidate comes first with only those regions compiled that gain much, then with all of them.
+        Candidates that cannot become faster than the op-by-op program are left out, if that program fits.
         """
         least = LITTLE * self._single.time_of(range(len(self._plan.graph.ops)))
         single = self.op_by_op.time if self._fits_op_by_op else inf
@@ -308,9 +322,10 @@ class _Search:
                     yield candidate, program, some, saved
 
     def _gain(self, ops: Sequence[int]) -> float:
-        """Return the most seconds that compiling these ops together saves: fused, they may take as long as the slowest.
+        """Return an upper bound on the seconds saved by compiling these ops together.
 
-        Once the seconds of ops in regions were measured, the saving is computed from these; it may be negative.
+        It is the sum of their seconds without the slowest. Once seconds of ops inside compiled groups are
+        measured, the saving is computed from them, and may be negative.
         """
         joint, single = self._plan.captured, self._single
         if self._shares is not None:
@@ -325,18 +340,20 @@ class _Search:
 
     @cached_property
     def _names(self) -> Sequence[str]:
-        """A text for each op, the same for ops that cost the same."""
+        """A key for each op; ops with equal keys have equal costs."""
         return op_keys(self._plan.graph)
 
     @property
     def _fits_op_by_op(self) -> bool:
-        """True if the op-by-op program fits. If ops are compiled one by one, its peak may exceed that of the plan."""
+        """True if running every op by itself fits into the budget.
+
+        Ops that have to be compiled may exceed the plan's peak then.
+        """
         return self.op_by_op.peak <= self._plan.budget
 
     @cached_property
     def op_by_op(self) -> Judged:
-        """The op-by-op program that the plan has chosen; if some ops have to be compiled, each op is a unit by itself.
-        """
+        """The program of the op-by-op plan; ops that exist only in compiled form are compiled one by one."""
         plan, program = self._plan, self._plan.chosen.program()
         if any(node.target in ALWAYS_COMPILED for node in plan.captured.nodes):
             candidate = plan.chosen.without_transfers
@@ -353,7 +370,7 @@ class _Search:
         )
 
     def plan_of(self, judged: Judged, time: float, why: str) -> Plan:
-        """Return the plan that runs a program in units.
+        """Return the plan that runs the program `judged`.
 
         Args:
             time: the seconds of a step.
@@ -375,10 +392,12 @@ class _Search:
         return replace(self._plan, chosen=candidate, compiled=compiled)
 
     def _judged(self, candidate: Candidate, units: Units, fused: Program | None = None) -> Judged:
-        """Compile and measure the regions of a program that are new, and return the program with its costs and peak.
+        """Compile and measure those compiled groups of a program that are new.
+
+        Return the program with its costs and peak.
 
         Args:
-            fused: the candidate's program in these units, if it was made already.
+            fused: the program with each unit as one op, if it was made already.
         """
         fused = fused or fused_program(candidate.program(), units, self._kernels)
         joint = captured_of(fused.layout.graph)
@@ -400,9 +419,9 @@ class _Search:
         return self._tried[-1]
 
     def _runs_within(self, judged: Judged) -> bool:
-        """Tell whether the step, run once on its real inputs, stays within the budget; log where it does not.
+        """Tell whether one run of the step on its real inputs stays within the budget; log if it does not.
 
-        A step that the device has no room for now is assumed to stay within its predicted peak.
+        If the device has too little free memory for the run, the predicted peak is trusted.
         """
         step = judged.program, judged.costs, self._step.inputs
         peak = peak_of_step(*step, self._tier)
@@ -413,7 +432,8 @@ class _Search:
         return False
 
     def _with_slow_regions_apart(self, judged: Judged) -> Judged:
-        """Return the program with regions that are slower than their ops run op by op, if that fits and gains time."""
+        """Return the program with compiled groups that are slower than their ops split up, if that fits and is faster.
+        """
         program = judged.candidate.program()
         taken = judged.seconds_of_units
         units, saved = list[Unit](), 0.0
@@ -430,12 +450,12 @@ class _Search:
 
 
 def _seconds_of_compiling(program: Program) -> float:
-    """Estimate the seconds to compile the regions of a program that are not compiled yet."""
+    """Estimate the seconds to compile those regions of a program that are not compiled yet."""
     ops: int = sum(region.count for region in _new_regions(captured_of(program.layout.graph)))
     return COMPILING * ops
 
 
 def _new_regions(joint: Captured) -> list[Region]:
-    """Return the regions of a joint graph that are not compiled yet; of equal regions only one."""
+    """Return the regions of a joint graph that are not compiled yet, without duplicates."""
     distinct = {region.digest: region for region in regions_of(joint.module.graph)}
     return [region for region in distinct.values() if not region.is_compiled]

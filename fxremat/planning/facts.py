@@ -1,6 +1,6 @@
-"""The costs of a captured step's ops: measured on its real values, estimated, or known from earlier runs.
+"""The costs of a captured step's ops: measured on real values, estimated, or known from earlier runs.
 
-A loss that is computed outside of the model is part of the costs: the bytes that the user stated or fxremat measured.
+The bytes that a loss outside of the model allocates, stated by the user or measured, are added to them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxremat.search.executions import keep_all_peak
 from fxremat.step.costs import Costs
 from fxremat.step.step_graph import Kind, StepGraph
 
-Order = Callable[[], Sequence[int]]  # returns the order in which ops run while they are measured
+Order = Callable[[], Sequence[int]]  # a function that returns the order in which ops run while their costs are measured
 
 
 def facts_of(step: Step, options: Options, order: Order | None = None) -> Costs:
@@ -42,7 +42,7 @@ def facts_of(step: Step, options: Options, order: Order | None = None) -> Costs:
 
 
 def _estimated(graph: Captured, options: Options) -> Costs:
-    """Return estimated costs, with the seconds of the user's trace or function if there is one."""
+    """Return estimated costs; seconds come from the user's profiler trace or function, if there is one."""
     costs = estimate(graph, estimated_device(graph, options), fresh_as_known(graph))
     if options.timer is None:
         return costs
@@ -50,7 +50,8 @@ def _estimated(graph: Captured, options: Options) -> Costs:
 
 
 def source_of_times(graph: Captured, options: Options) -> str:
-    """Return in words where the seconds of a plan come from, if the user gave a trace or a function; else ""."""
+    """Say in words that the seconds of a plan come from the user's profiler trace or function; "" if there is neither.
+    """
     if options.timer is None:
         return ""
     rough = estimate(graph, estimated_device(graph, options)).seconds
@@ -59,16 +60,17 @@ def source_of_times(graph: Captured, options: Options) -> str:
 
 
 def assumed_facts(graph: Captured, options: Options, rate: float = 1.0) -> Costs:
-    """Return the costs of ops that were measured before, and estimates for all other ops: nothing runs.
+    """Return the stored costs of ops that were measured before, and estimates for all others; nothing runs.
 
     Args:
-        rate: measured over estimated seconds; the seconds of estimates are multiplied by it.
+        rate: the seconds of estimates are multiplied by it.
     """
     return with_loss(graph, known_costs(graph, rate), options)
 
 
 def facts_at_other_sizes(graph: Captured, known: Plan, options: Options) -> Costs:
-    """Return the costs of a graph with the ops of a known plan at other sizes: few ops have to run to be measured."""
+    """Return the costs of a graph at new input sizes, from those of a plan for other sizes; only few ops have to run.
+    """
     if not options.measures:
         costs = _estimated(graph, options)
     else:
@@ -77,7 +79,7 @@ def facts_at_other_sizes(graph: Captured, known: Plan, options: Options) -> Cost
 
 
 def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
-    """Return the costs with the bytes of a loss outside the model: as the user stated or as measured, if more."""
+    """Return the costs with the bytes of a loss outside the model: the larger of the user's and the measured figure."""
     said, seen, sizes = options.loss_outside.size, options.loss_seen, costs.sizes
     if seen is None or not sizes.outside:
         return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))
@@ -88,7 +90,7 @@ def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
 
 
 def rate_of(graph: Captured, costs: Costs, options: Options) -> float:
-    """Return measured over estimated seconds of the ops that run in slices; 1.0 where there are none."""
+    """Return measured / estimated seconds, summed over the ops that run in slices; 1.0 if there are none."""
     if not options.measures:
         return 1.0
     rough = Device.named(device_of(graph).type)
@@ -98,10 +100,10 @@ def rate_of(graph: Captured, costs: Costs, options: Options) -> float:
 
 
 def estimated_device(graph: StepGraph, options: Options) -> Device:
-    """Return the device that estimates are for: the one that the user names, or a typical one of the step's type."""
+    """Return the device to estimate costs for: the one that the user named, or a typical one of the step's type."""
     return options.device or Device.named(device_of(graph).type)
 
 
 def estimated_keep_all(graph: Captured, options: Options) -> int:
-    """Return the peak of keep-all in bytes, by estimate: nothing runs, however large the sizes are."""
+    """Estimate the peak in bytes of a step that recomputes nothing; nothing runs, however large the sizes are."""
     return keep_all_peak(graph, with_loss(graph, estimate(graph, estimated_device(graph, options)), options))

@@ -1,9 +1,9 @@
-"""A cache of the latest surveys, so that the same model under another budget is not planned from nothing.
+"""A cache of search results, so that planning the same model for another budget does not start from nothing.
 
-A survey does not depend on the budget, and the op-by-op search resumes where it ended: a `Ladder` holds the results of
-both. They refer to ops and values by number, so that the results for one graph serve an equal one: only the graph
-itself is exchanged, and nothing of the old graph is kept. For a graph with the same ops and other sizes, the programs
-are evaluated again (`search.replan`). Results are also kept on disk (`planning.stored`).
+The Pareto frontier found for a step does not depend on the budget, and the op-by-op search resumes where it
+ended; a `Ladder` holds the results of both. They refer to ops and values by number, so results for one graph
+also serve an equal graph, and are stored without their graph. For a graph with the same ops and other sizes,
+the programs are evaluated again (`search.replan`). Results are also kept on disk (`planning.stored`).
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from fxremat.step.step_graph import StepGraph
 
 
 class Key(NamedTuple):
-    """A key for all that a search depends on, apart from the budget."""
+    """The cache key: all that a search depends on, except the budget."""
 
-    topology: str  # digest, equal for graphs that number equal ops and values in the same way, whatever their sizes
+    topology: str  # digest of the ops and of what each reads and writes, without sizes
     sizes: tuple[int, ...]  # bytes of the values
     costs: str  # digest of the costs of the ops
 
 
-AT_MOST = 8  # ladders, the latest used, that are kept in memory
-NEAREST = 3  # latest ladders of a graph with the same ops that are tried when sizes change
-NO_GRAPH = cast(StepGraph, None)  # in place of the graph in what is cached
+AT_MOST = 8  # number of search results kept in memory; the least recently used one is dropped
+NEAREST = 3  # at new sizes, this many of the latest results for the same ops are tried
+NO_GRAPH = cast(StepGraph, None)  # stands for the graph in cached results
 _latest: OrderedDict[Key, Ladder] = OrderedDict()
 
 
 class FrontierCache:
-    """Access to the cached results of a search, for a graph with certain costs and settings."""
+    """The cached search results for one graph, with certain costs and settings."""
 
     def __init__(self, graph: StepGraph, costs: Costs, settings: object) -> None:
         self._graph, self._costs, self._device = graph, costs, device_of(graph)
         self._key = key_of(graph, costs, settings)
 
     def get(self) -> Ladder | None:
-        """Return the ladder that was put last, in this process or an earlier one; None if there is none any more."""
+        """Return the result stored last under this key, by this process or an earlier one; None if there is none."""
         known = _latest.get(self._key) or stored.read(self._device, repr(self._key), Ladder)
         if known is None:
             return None
@@ -51,9 +51,9 @@ class FrontierCache:
         return known.on(self._graph)
 
     def of_other_sizes(self) -> Ladder | None:
-        """Return the latest ladder of a graph with the same ops and similar sizes, evaluated at this graph's sizes.
+        """Return a cached result for the same ops at other sizes, re-evaluated at this graph's sizes, or None.
 
-        None where there is none. A ladder of the same sizes with other costs does not count: a new search is better.
+        Results for the same sizes with other costs are not used: a new search is better.
         """
         mine = self._key
         known = [
@@ -65,7 +65,7 @@ class FrontierCache:
         return next(filter(None, judged), None)
 
     def put(self, ladder: Ladder) -> None:
-        """Keep a ladder, in memory and on disk, in place of an earlier one for the same key."""
+        """Store a search result in memory and on disk, replacing an earlier one for the same key."""
         known = _latest.get(self._key)
         if known is not None and known.climbed == ladder.climbed:
             return
@@ -80,12 +80,12 @@ class FrontierCache:
 
 
 def key_of(graph: StepGraph, costs: Costs, settings: object) -> Key:
-    """Return the key of a search on a graph with these costs and settings."""
+    """Return the cache key of a search on a graph with these costs and settings."""
     return Key(_topology(graph, settings), tuple(v.bytes for v in graph.values), _costs(graph, costs))
 
 
 def _topology(graph: StepGraph, settings: object) -> str:
-    """Digest the ops of a graph, with what each reads and writes, and the settings; sizes do not count."""
+    """Digest the settings and the ops of a graph, with what each reads and writes, but not the sizes."""
     numbers = [
         [getattr(op, each.name) for each in fields(op) if each.name not in ("name", "key", "sequence")]
         for op in graph.ops

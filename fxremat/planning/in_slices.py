@@ -1,9 +1,9 @@
-"""The surveys of a step with regions in slices: ways to slice it are tried until one fits well.
+"""Planning a step some of whose regions run in slices, to need less memory.
 
-A region is a part of the step that runs several times, on one slice of the batch or sequence after the other, to need
-less memory. The search ends early: with the step as captured if that fits, or with the first way to slice it that
-recomputes hardly anything. The costs of the first way are measured; for the others, costs that are not known yet are
-estimated.
+A region is a group of ops, such as the vocabulary head with its loss, that runs several times, each time on one
+slice of the batch or sequence. There are several ways to choose regions and the number of slices. They are
+tried until one recomputes hardly anything; none is tried if the step as captured fits without recomputation.
+The ops of the first way are measured; for the others, ops that were not measured are estimated.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from fxremat.slices.variants import least_of_all, variants
 from fxremat.step.step_graph import Kind
 from fxremat.units import format_bytes
 
-NOTED = 1.02  # the note on what slices would buy states the estimated least budget times this
-ENOUGH = 1.05  # no further ways to slice are tried after one within this factor of keep-all's seconds
-WORTH_A_NOTE = 0.9  # the note is added where slices lower the least budget to at most this share
+NOTED = 1.02  # an error's note states the estimated least budget with slices times this margin
+# no further ways to slice are tried after one that takes at most this times the seconds without recomputation
+ENOUGH = 1.05
+WORTH_A_NOTE = 0.9  # an error's note on slices is added only if slices lower the least budget to at most this fraction
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Variants:
-    """The surveys of a step as captured and in slices."""
+    """The step as captured and the ways to run it in slices, each with its costs and Pareto frontier."""
 
-    surveys: tuple[Survey, ...]  # one at least, all within the same budget in bytes
-    captured: Survey  # of the step as captured; a budget in percent refers to its peak of keep-all
-    blocked: tuple[str, ...] = ()  # reasons why ops that need much memory do not run in slices
-    more: bool = False  # True: there are further ways to slice that were not tried
+    surveys: tuple[Survey, ...]  # at least one, all for the same budget in bytes
+    captured: Survey  # the step as captured; a budget in percent refers to its peak without recomputation
+    blocked: tuple[str, ...] = ()  # reasons why ops that need much memory cannot run in slices
+    more: bool = False  # True if there are further ways to slice that were not tried
 
 
 def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
-    """Survey a step as captured and, if it does not fit without recomputation and the user allows slices, in slices."""
+    """Find costs and frontiers of the step as captured, and of ways to slice it if slices are allowed and needed."""
     if (slicing := options.slicing) is None:
         only = surveyed(step, options, limit)
         return Variants(surveys=(only,), captured=only)
@@ -60,7 +61,8 @@ def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
         captured = replace(captured, limit=within)
         return Variants(surveys=(captured,), captured=captured, more=True)
     found: list[Survey] = []
-    rate: float | None = None  # scales estimates; the first way is measured, since the others have most of its ops
+    # measured / estimated seconds in the first way; the later ways share most of its ops and are estimated
+    rate: float | None = None
     more = False
     for sliced in variants(step.graph, within.bytes, **_settings(slicing)):
         _check_alike(step, sliced)
@@ -84,7 +86,7 @@ def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
 
 
 class _Settings(TypedDict):
-    """The user's settings of slices, as arguments of `slices.variants`."""
+    """The user's settings for slices, as keyword arguments of `slices.variants`."""
 
     most: int
     reduce: str | None
@@ -101,7 +103,8 @@ def _drops(options: Options) -> bool:
 
 
 def _agreed(step: Step, captured: Survey, options: Options) -> tuple[Limit, bool]:
-    """Return the limit, and whether the step as captured fits without recomputation; the first rank decides for all."""
+    """Return the budget, and whether the step as captured fits without recomputation; the first rank decides for all.
+    """
 
     def seen() -> tuple[int, bool]:
         mem = captured.limit.bytes
@@ -112,7 +115,7 @@ def _agreed(step: Step, captured: Survey, options: Options) -> tuple[Limit, bool
 
 
 def _check_alike(step: Step, found: SlicedJoint) -> None:
-    """Raise `FxrematError` where ranks would run different regions in slices."""
+    """Raise `FxrematError` if different ranks would run different regions in slices."""
     if len(step.ranks.ranks) == 1:
         return
     mine = [op.target for op in found.joint.ops if op.kind is Kind.SLICED]
@@ -121,10 +124,10 @@ def _check_alike(step: Step, found: SlicedJoint) -> None:
 
 
 def fastest(found: Variants, options: Options) -> Plan:
-    """Plan with the fastest program of all variants that fits.
+    """Plan with the fastest program that fits, among those of the step as captured and of all ways to slice it.
 
     Raises:
-        BudgetTooSmall: none fits; `.minimum` is the least budget over all variants.
+        BudgetTooSmall: none fits; `.minimum` is the least budget over all of them.
     """
     if options.slicing is None:
         return chosen(found.surveys[0], options)
@@ -150,14 +153,15 @@ def fastest(found: Variants, options: Options) -> Plan:
 
 
 def _of_all(plan: Plan, one: Survey, found: Variants) -> Plan:
-    """Return the plan with the programs of all variants as its alternatives, and keep-all of the step as captured.
+    """Return the plan with the frontiers of all variants (the step as captured, and each way to slice it) merged.
 
     Args:
-        plan: the plan of the fastest variant.
-        one: the survey that it was made from.
-        found: the surveys of all variants.
+        plan: the plan made from the fastest variant.
+        one: the variant that it was made from.
+        found: all variants. Memory without recomputation is reported for the step as captured.
     """
-    factor = plan.keep_all_time / max(1e-12, one.frontier.keep_all.time)  # by calibration, for the times of all surveys
+    # calibration (timing the real step) scaled the times of the chosen variant by this factor; do so for all variants
+    factor = plan.keep_all_time / max(1e-12, one.frontier.keep_all.time)
     scaled = [other.frontier.scaled(factor) for other in found.surveys]
     every = (*plan.alternatives.candidates, *(c for frontier in scaled for c in frontier.candidates))
     weights = plan.weights
@@ -174,7 +178,10 @@ def _of_all(plan: Plan, one: Survey, found: Variants) -> Plan:
 
 
 def least_in_slices(step: Step, options: Options) -> int:
-    """Return the least budget that works with as many slices as allowed, in bytes. Takes about as long as a plan."""
+    """Return the least budget that works with as many slices as allowed, in bytes.
+
+    This takes as long as making a plan.
+    """
     found = least_of_all(step.graph, **_settings(options.slicing or Slices()))
     quick, least = options.quick(), Limit(known=1)
     try:
@@ -184,7 +191,7 @@ def least_in_slices(step: Step, options: Options) -> int:
 
 
 def what_slices_buy(one: Survey, error: BudgetTooSmall, options: Options) -> str:
-    """Return a note that states the estimated least budget with regions in slices; "" where slices do not help."""
+    """Return advice for an error message: the estimated least budget with slices; "" if slices would not help."""
     graph = one.step.graph
     found = least_of_all(graph, most=MANY_SLICES, reduce=None)
     if not found.regions:

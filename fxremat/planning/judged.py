@@ -1,4 +1,4 @@
-"""Programs in units (compiled regions or single ops) with measured costs and peak, and what ops cost in regions."""
+"""Programs cut into units (regions that Inductor compiles, and single ops), with measured costs and peak memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fxremat.step.costs import Costs
 from fxremat.step.program import Program
 from fxremat.step.transferred import ProgramWithTransfers
 
-LEAST_SHARE = 0.05  # an op that is fused with others counts with at least this share of its seconds when run alone
+LEAST_SHARE = 0.05  # an op fused with others counts with at least this fraction of its seconds by itself
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Judged:
-    """A program in units with its measured costs and its peak in bytes."""
+    """A program (order of executed ops) divided into compiled regions and single ops, with measured costs and peak."""
 
-    candidate: Candidate  # the op-by-op program that it was made of
+    candidate: Candidate  # the op-by-op program that was cut into the units
     units: Units
     program: Program
     costs: Costs
@@ -36,18 +36,18 @@ class Judged:
 
     @property
     def joint(self) -> Captured:
-        """The joint graph whose ops are the units."""
+        """The joint forward-backward graph in which each compiled region counts as one op."""
         return captured_of(self.program.layout.graph)
 
     @property
     def slower(self) -> float:
-        """The factor by which the program's ops take longer, one by one with recomputation, than each op run once."""
+        """The seconds of the program run op by op, with its recomputations, over those of each op run once."""
         program, costs = self.candidate.program(), self.single
         return costs.time(program) / costs.time_of(range(len(program.layout.graph.ops)))
 
     @property
     def seconds_of_units(self) -> dict[int, float]:
-        """The seconds of each unit, by its place in `units`."""
+        """Index of a unit (compiled region or single op) -> its seconds."""
         timed = zip(self.joint.nodes, self.costs.seconds, strict=True)
         return {node.meta[GROUP]: seconds for node, seconds in timed if GROUP in node.meta}
 
@@ -58,16 +58,20 @@ class Judged:
 
 
 def shares_of(tried: Sequence[Judged], single: Costs, joint: Captured) -> list[float]:
-    """Return for each op its seconds in regions over its seconds alone: the least over the tried programs, else 1.0."""
+    """Return for each op its seconds inside a compiled region / its seconds by itself; 1.0 where that is not known.
+
+    The least ratio over all measured programs counts.
+    """
     found = [_shares_in(judged, single) for judged in tried]
     return [min((shares[key] for shares in found if key in shares), default=1.0) for key in op_keys(joint)]
 
 
 def _shares_in(judged: Judged, single: Costs) -> dict[str, float]:
-    """Return the seconds of ops in a program's compiled regions over their seconds alone, averaged by the op's key.
+    """Return seconds inside compiled regions / seconds alone for the ops of one program, averaged by op key.
 
-    Products, convolutions and attention count as long as when they run alone; the rest of a region's seconds is divided
-    among its other ops. In a region that takes longer than its ops one by one, all of its ops count as slower.
+    Matrix products, convolutions and attention count as long as when they run alone; the rest of a region's
+    seconds is divided among its other ops. In a region that is slower than its ops one by one, all its ops get
+    the same ratio.
     """
     program, joint = judged.candidate.program(), captured_of(judged.candidate.layout.graph)
     shares: dict[str, list[float]] = {}

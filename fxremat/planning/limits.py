@@ -1,10 +1,10 @@
-"""Budgets in bytes: the only place where percent, "auto" and "min" become bytes for a step.
+"""Budgets in bytes: the only place where percentages, "auto" and "min" become bytes.
 
-    4 GiB                      4294967296
-    60 %                       of the peak of keep-all, which recomputes nothing: of the step as captured; with weights
-                               on the host, of a step with all of them on the device; where ops are compiled, of the
-                               step in eager PyTorch's kernels; where input sizes change, of the largest sizes
-    auto                       what the device has free, or would have left
+    4 GiB     4294967296
+    60 %      60 % of the step's peak without recomputation ("keep-all"). With weights on the host, that of a step with
+              all weights on the device; with compiled ops, that of the step in eager PyTorch's kernels; with input
+              sizes that change, that at the largest sizes
+    auto      what the device has free, or would have left
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from fxremat.units import Auto, Bytes, Least, Percent
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """The budget of one step, in bytes or still as a share, and the terms in which errors state it."""
+    """The memory budget of one step, in bytes or still in percent, with what errors need to state it as the user did.
+    """
 
-    known: int | None = None  # bytes; None: a share of the peak of keep-all, which is not known yet
-    share: float | None = None  # percent, where the budget is in percent
-    keep_all: int | None = None  # the bytes that the share refers to; None: no share, or not known yet
-    device: DeviceMemory | None = None  # the memory of the device, where the user named one and the budget is "auto"
-    words: str = ""  # the budget, for the log
+    known: int | None = None  # bytes; None while the budget is a percentage of a peak that is not known yet
+    share: float | None = None  # percent; None if the budget was not given in percent
+    keep_all: int | None = None  # bytes that `share` is a percentage of; None if not needed or not known yet
+    device: DeviceMemory | None = None  # memory of a device that the user named, if the budget is "auto"
+    words: str = ""  # the budget in words, for the log
 
     def of(self, keep_all: Callable[[], int]) -> Limit:
-        """Return the same limit with its bytes known; `keep_all` returns the peak of keep-all in bytes."""
+        """Return the limit with its bytes known; `keep_all` returns the peak in bytes without recomputation."""
         if self.known is not None:
             return self
         assert self.share is not None, "a limit is known, or a share"
@@ -52,25 +53,25 @@ class Limit:
         return self.known
 
     def explained(self, error: BudgetTooSmall, reason: str = "") -> BudgetTooSmall:
-        """Return the error in the terms in which the user gave the budget."""
+        """Return the error with the budget stated in the form in which the user gave it."""
         note = self.device.shortage(error.minimum) if self.device else ""
         return error.explained(share=self.share, whole=self.keep_all, reason=reason, note=note)
 
 
 def limit_of(step: Step, options: Options) -> Limit:
-    """Return the user's budget as a limit of a step.
+    """Return the limit that the user's budget sets for a step.
 
-    Every rank of the step has to call it: "auto" is what the rank with the least free memory has.
+    All ranks have to call it together: "auto" is the free memory of the rank that has least.
 
     Raises:
-        InvalidBudget: the budget is "auto", and how much memory is free cannot be told.
+        InvalidBudget: the budget is "auto", and the device cannot tell how much memory is free.
     """
     words = str(options.mem)
     match options.budget:
         case Bytes(count):
             return Limit(known=count, words=words)
         case Least():
-            return Limit(known=1, words=words)  # nothing fits, and the error names the least budget
+            return Limit(known=1, words=words)  # nothing fits in one byte, and the error then names the least budget
         case Auto() if options.device is not None:
             memory = left_on_device(step.graph, options)
             return Limit(known=max(1, memory.auto), device=memory, words=f"what {memory.device} has left")
@@ -89,11 +90,11 @@ def limit_of(step: Step, options: Options) -> Limit:
 def limit_of_paths(
     options: Options, device: torch.device, largest: int, keep_all: Callable[[], int], least: Callable[[], int]
 ) -> Limit:
-    """Return the user's budget as a limit of a step in which several graphs run.
+    """Return the limit that the user's budget sets for a step that calls several graphs.
 
     Args:
-        largest: bytes of the largest tensor that a known graph makes.
-        keep_all: returns the largest peak in bytes of a step that recomputes nothing; called for a share.
+        largest: bytes of the largest tensor that a known graph allocates.
+        keep_all: returns the peak in bytes of a step that recomputes nothing; called for a budget in percent.
         least: returns the least budget that works, in bytes; called for mem="min".
     """
     words = str(options.mem)
@@ -109,7 +110,7 @@ def limit_of_paths(
 
 
 def _share_of(reference: Reference, share: float) -> Limit:
-    """Return the limit for `share` percent of the peak at the reference's sizes; errors state it in bytes."""
+    """Return the limit of `share` percent of the peak at the reference sizes; errors will state it in bytes."""
     allowed = max(1, int(reference.bytes * share / 100))
     return Limit(known=allowed, words=f"{share:g}% of what {reference.of} takes")
 
@@ -122,10 +123,10 @@ def _free_on_all(step: Step) -> int:
 
 
 def left_on_device(graph: Captured, options: Options) -> DeviceMemory:
-    """Return the memory of a device that the user named, and what it holds besides the step.
+    """Return the memory of the device that the user named, and the bytes that weights and optimizer state take there.
 
     Raises:
-        InvalidBudget: the memory of the device is not stated.
+        InvalidBudget: the description of the device does not state its memory.
     """
     memory = memory_on(estimated_device(graph, options), graph, options.optimizer)
     if memory.device.memory is None:

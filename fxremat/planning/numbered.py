@@ -1,6 +1,7 @@
-"""Steps that are numbers alone: a `StepGraph`, from whatever framework, is planned as any other step.
+"""Plans for a `StepGraph` from any framework: ops and values given as numbers, without a torch.fx graph.
 
-Nothing of it can run here. What a plan says is the order of its ops: `plan.program.steps`, or `plan.save(path)`.
+Such a step cannot be run here. A plan for it states the order of its ops: `plan.program.steps`, or
+`plan.save(path)`.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from fxremat.step.liveness import Sizes
 from fxremat.step.step_graph import Op, StepGraph
 from fxremat.units import Bytes, Least, Percent
 
-TYPICAL = "A100"  # the device whose bandwidth tells the seconds of ops of which nothing else is known
+TYPICAL = "A100"  # the device whose memory bandwidth gives the seconds of ops if the user states none
 
 
 class NumberedStep(CapturedStep):
-    """A step graph with the seconds and bytes of its ops.
+    """A captured step that consists of numbers alone: ops, the bytes of the values they read and write, and seconds.
 
     Args:
-        seconds: returns the seconds of an op.
+        seconds: returns the seconds of an op; None: estimated from the bytes that it reads and writes.
     """
 
     def __init__(self, graph: StepGraph, options: Options, seconds: Callable[[Op], float] | None = None) -> None:
@@ -39,12 +40,12 @@ class NumberedStep(CapturedStep):
 
     @property
     def options(self) -> Options:
-        """The options of its plans."""
+        """The options of the step's plans."""
         return self._options
 
     @property
     def graph(self) -> Captured:
-        """The step op by op: a `StepGraph`, without nodes of torch.fx."""
+        """The `StepGraph`; unlike other captured graphs it has no nodes of torch.fx."""
         return cast(Captured, self._graph)
 
     def plan(self, mem: int | str | None = None, **options: Unpack[StepOptions]) -> Plan:
@@ -70,7 +71,7 @@ class NumberedStep(CapturedStep):
             return error.minimum
 
     def _within(self, settings: Options) -> tuple[Frontier, int]:
-        """Return the frontier, searched up to the budget, and the budget in bytes."""
+        """Return the Pareto frontier, searched up to the budget, and the budget in bytes."""
         search = settings.search
         if self._ladder is None:
             found = survey(self._graph, self._costs, solver=settings.solver, slots=search.slots, effort=search.seconds)
@@ -89,7 +90,7 @@ class NumberedStep(CapturedStep):
 
 
 def costs_of_numbers(graph: StepGraph, device: Device | None, seconds: Callable[[Op], float] | None) -> Costs:
-    """Return the costs of a step graph: the seconds that are told, else those of reading and writing its values."""
+    """Return the costs of a step graph; without `seconds`, ops take as long as reading and writing their values."""
     target = device or Device.named(TYPICAL)
     sizes = [value.bytes for value in graph.values]
 

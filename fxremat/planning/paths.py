@@ -1,11 +1,14 @@
-"""Plans of a model that is several graphs: the known paths of its steps, what was measured on them, and their programs.
+"""Plans of a model that dynamo captures as several graphs.
 
-    next(node, graph)       the call after a call, in the tree of known paths
-    learn(numbers)          what a step has shown of the calls on its path
-    renew()                 programs for all known paths, if something new is known
-    number(node)            the program of a call
+Each step calls a sequence of the graphs, a path. The known paths form a tree, whose nodes are calls of a graph.
+What runs between calls is not planned; its memory is measured.
 
-`search.paths` has the model of memory and the dynamic program.
+    next(node, graph)       the node of the next call
+    learn(numbers)          stores the bytes that were measured during a step
+    renew()                 chooses programs for all calls on known paths, if something new was learned
+    number(node)            the index of the program that a call is to run
+
+`search.paths` has the memory model and the dynamic program.
 """
 
 from __future__ import annotations
@@ -36,36 +39,36 @@ from fxremat.units import Auto, Least, Percent, format_bytes
 
 log = logging.getLogger(__name__)
 
-SHARE = 0.1  # of the seconds of the user's search, for each of the surveys of a graph
-REMEMBERED = 64  # graphs whose programs are remembered
-MOST_IN_VAIN = 5  # steps that run their least programs to be measured; then what is likely is planned with
-MARGIN = 0.01  # share of a number that it may grow before it counts as grown
+SHARE = 0.1  # each graph may be searched for this fraction of the seconds that the user allows
+REMEMBERED = 64  # programs are cached for this many graphs
+MOST_IN_VAIN = 5  # number of steps with incomplete measurements after which planning goes on with what is known
+MARGIN = 0.01  # a measured number counts as grown if it grew by more than this fraction
 
-Numbers = dict[str, int]  # the fields of a `Node` that were measured
+Numbers = dict[str, int]  # measured fields of a `Node`, by name
 
 _known: OrderedDict[object, Sequence[CallProgram]] = OrderedDict()
 
 
 class Graph(Protocol):
-    """A graph that steps call."""
+    """What is needed of a captured graph: its joint forward-backward graph."""
 
     joint: Captured
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizedPrograms:
-    """The programs of a graph at some sizes of its inputs."""
+    """The programs (ways to run forward and backward) of one graph, at certain input sizes."""
 
     programs: Sequence[CallProgram]
-    outputs: Mapping[int, int]  # bytes of each output that the graph makes, by value
-    gradients: int  # bytes of the gradients that it returns
+    outputs: Mapping[int, int]  # bytes of each output that the graph allocates, by value
+    gradients: int  # total bytes of the gradients that the graph's backward returns
     inputs: Mapping[int, int]  # bytes of each input, by value
-    largest: int  # bytes of the largest tensor that it makes
-    layouts: Sequence[tuple[int, ...]]  # of the gradients of its outputs, as traced
+    largest: int  # bytes of the largest tensor that the graph's ops allocate
+    layouts: Sequence[tuple[int, ...]]  # strides that the gradients of the graph's outputs had when it was traced
 
     @classmethod
     def of(cls, graph: Captured, costs: Costs, programs: Sequence[CallProgram]) -> SizedPrograms:
-        """Return these programs of a graph at the sizes that `graph` and `costs` have."""
+        """Return these programs, with the bytes of inputs, outputs and gradients at the sizes of `graph`."""
         bytes_of = costs.sizes.values
         as_traced, copies = _apart(graph, costs)
         return cls(
@@ -79,14 +82,15 @@ class SizedPrograms:
 
 
 def layout_of(value: object) -> tuple[int, ...]:
-    """Return the strides of a tensor in its dimensions of more than one element; () for anything else."""
+    """Return the strides of a tensor, without those of dimensions of size 1; () for anything that is not a tensor."""
     if not isinstance(value, torch.Tensor):
         return ()
     return tuple(stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1)
 
 
 def _apart(graph: Captured, costs: Costs) -> tuple[Costs, Sequence[int]]:
-    """Return the costs where gradients lie as traced, and by op the bytes of copies of gradients that do not."""
+    """Return the costs without copies of gradients into the traced strides, and the bytes of these copies for each op.
+    """
     copied = copied_gradients(graph, device_of(graph))
     copies = [copied.get(op.index, 0) for op in graph.ops]
     workspace = tuple(map(sub, costs.sizes.workspace, copies))
@@ -94,9 +98,9 @@ def _apart(graph: Captured, costs: Costs) -> tuple[Costs, Sequence[int]]:
 
 
 def programs_of(graph: Captured, costs: Costs, options: Options) -> Sequence[CallProgram]:
-    """Return the programs of a graph, fastest first; those of an equal graph with the same costs are used again.
+    """Return the programs of a graph, fastest first, from a cache if an equal graph had the same costs.
 
-    `SizedPrograms.of` gives them their numbers.
+    `SizedPrograms.of` adapts their byte counts to the graph's sizes.
     """
     costs, _ = _apart(graph, costs)
     key = graph.digest, costs.seconds, tuple(costs.sizes.values), tuple(costs.sizes.workspace), options.search
@@ -109,15 +113,15 @@ def programs_of(graph: Captured, costs: Costs, options: Options) -> Sequence[Cal
 
 
 class PathPlans:
-    """The known paths of a model that is several graphs, and the plan for all of them.
+    """The known paths (sequences of graph calls) of a model that is several graphs, and the plan for all of them.
 
     Attributes:
-        root: the begin of a step, in the tree of known paths.
-        limit: the budget; None where it refers to a step that has not run yet.
+        root: the root of the tree of known paths: the beginning of a step.
+        limit: the budget; None if it is a percentage, or "min", and no step has run yet.
 
     Args:
         model: the name of the model's class.
-        broken_at: the line where the first graph ends.
+        broken_at: the source line where the first graph ends.
     """
 
     def __init__(self, options: Options, model: str, broken_at: str, device: torch.device) -> None:
@@ -125,17 +129,19 @@ class PathPlans:
         self.limit: Limit | None = None
         self._options, self._model, self._broken_at, self._device = options, model, broken_at, device
         self._names: WeakKeyDictionary[Node, str] = WeakKeyDictionary()
-        self._python: dict[str, None] = {}  # functions that call graphs, and stay Python
-        self._largest = 0  # bytes of the largest tensor that a known graph makes
-        self._last: tuple[Node, ...] = ()  # the path of the last step
-        self._in_vain = 0  # steps in a row after which a number on their path was still not measured
-        self._plan: paths.Path | None = None  # for that path
+        # names of functions that call graphs and run as plain Python, as an ordered set
+        self._python: dict[str, None] = {}
+        self._largest = 0  # bytes of the largest tensor that a known graph allocates
+        self._last: tuple[Node, ...] = ()  # the sequence of calls of the last step
+        # number of consecutive steps after which some bytes between graph calls were still not measured
+        self._in_vain = 0
+        self._plan: paths.Path | None = None  # the plan for the path of the last step
         self._stale = True
         self._set_limit()
 
     @property
     def mem(self) -> int | None:
-        """The budget in bytes; None where it refers to a step that has not run yet."""
+        """The budget in bytes; None if it is a percentage, or "min", and no step has run yet."""
         return self.limit.bytes if self.limit else None
 
     def _set_limit(self) -> None:
@@ -143,13 +149,12 @@ class PathPlans:
             everything, least = lambda: paths.keep_all(self.root), lambda: paths.least(self.root)
             self.limit = limit_of_paths(self._options, self._device, self._largest, everything, least)
 
-    # --- what is known ---
 
     def next(self, node: Node, graph: Graph, at: SizedPrograms) -> tuple[Node, bool]:
-        """Return the call of a graph after another one, and whether no step has taken this way before.
+        """Return the node for a call of `graph` after the call `node`, and whether it has to be planned anew.
 
         Args:
-            at: the programs at the sizes of the call.
+            at: the graph's programs at the input sizes of the call.
         """
         found = node.children.get(graph)
         if is_new := found is None:
@@ -167,35 +172,38 @@ class PathPlans:
         return found, is_new
 
     def name(self, node: Node, name: str, python: Iterable[str] = ()) -> None:
-        """Give a call a name, for reports.
+        """Store the name of a call, for reports.
 
         Args:
-            python: the functions that call it and stay Python.
+            python: functions that contain the call and run as plain Python.
         """
         self._names[node] = name
         self._python |= dict.fromkeys(python)
 
     def stride(self, node: Node) -> None:
-        """Note that gradients of a call have come otherwise laid out than was traced."""
+        """Record that gradients of the outputs of a graph call arrived with other strides than were traced."""
         self._stale |= not node.strided
         node.strided = True
 
     def differentiate(self, node: Node) -> None:
-        """Note that the backward of a call runs. One that had none before is to be measured anew."""
+        """Record that the backward of a call runs; if it was thought not to run, its memory is to be measured anew."""
         if node.idle:
             node.measured, self._stale = False, True
         node.idle = False
 
     def rest(self, node: Node) -> None:
-        """Note that a step is over whose backward passed this call by: so it will be, unless it has come before."""
+        """Record that a step ended without running the backward of this graph call.
+
+        Later steps are assumed to do so, too.
+        """
         if node.idle is None:
             node.idle = self._stale = True
 
     def learn(self, numbers: Mapping[Node, Numbers], *, exact: bool) -> bool:
-        """Put what a step has shown into the tree; tell whether a number has grown that had been measured.
+        """Store the bytes that were measured during a step; tell whether a number grew that had been measured before.
 
         Args:
-            exact: False: some numbers are those of a step that was disturbed; the next step replaces them.
+            exact: False if the step was disturbed: the numbers of the next step replace these.
         """
         has_grown = False
         for node, found in numbers.items():
@@ -210,15 +218,14 @@ class PathPlans:
         return has_grown
 
     def took(self, nodes: tuple[Node, ...]) -> None:
-        """Note the path of a step that is over."""
+        """Record the sequence of graph calls that a finished step made."""
         self._stale |= nodes != self._last
         self._last = nodes
         self._in_vain = 0 if all(node.measured for node in nodes) else self._in_vain + 1
 
-    # --- the plan ---
 
     def renew(self) -> None:
-        """Choose the programs of all known paths anew, if something new is known and the present ones do not fit.
+        """Choose programs for all known paths again, if something new was measured and the present choice does not fit.
 
         Raises:
             BudgetTooSmall: the path of the last step does not fit.
@@ -238,18 +245,19 @@ class PathPlans:
             self._plan = paths.planned(self._last, self.mem)
             if self._plan is None:
                 raise self.limit.explained(BudgetTooSmall(minimum=paths.least(self.root), budget=self.mem))
-            if log.isEnabledFor(logging.INFO) and self.plan:  # the least budget in it takes several plans
+            # computing the headline's least budget takes several plans
+            if log.isEnabledFor(logging.INFO) and self.plan:
                 log.info("%s", self.plan.headline)
         self._stale = False
 
     def forget(self) -> None:
-        """Forget the programs that are planned; `renew` chooses them anew."""
+        """Discard the chosen programs, so that `renew` chooses anew."""
         for node in self.root.walk():
             node.policy = None
         self._stale = True
 
     def _still_fits(self, mem: int) -> bool:
-        """Tell whether the present plan knows the path of the last step, and fits on it."""
+        """Tell whether the chosen programs cover the graph calls of the last step, and fit into `mem` bytes there."""
         if self._plan is None or any(node.policy is None for node in self.root.walk() if node.graph):
             return False
         planned = paths.planned(self._last, mem)
@@ -259,11 +267,11 @@ class PathPlans:
         return True
 
     def number(self, node: Node, at: SizedPrograms, saved: int) -> int:
-        """Return the number of the program of a call: the planned one, or the one that saves least.
+        """Return the index of the program that a call is to run: the planned one, else the one that saves least.
 
         Args:
-            at: the programs at the sizes of the call.
-            saved: bytes that the calls before have saved.
+            at: the graph's programs at the input sizes of the call.
+            saved: bytes that the earlier calls of the step have saved for backward.
         """
         chosen = node.chosen(saved, self.mem) if self.mem is not None else None
         if chosen is None:
@@ -271,13 +279,14 @@ class PathPlans:
         return node.programs.index(chosen)
 
     def check_backward(self, nodes: Sequence[Node], gradients: Sequence[int]) -> None:
-        """Raise `BudgetTooSmall` where a backward cannot fit that was not measured; no gradient is there yet.
+        """Raise `BudgetTooSmall` before the backward begins if it cannot fit.
 
-        What is certain are the gradients that are there by then and the least that the backward of a call needs.
+        The check adds, for each call, the parameter gradients that exist by then to the least bytes that its
+        backward allocates.
 
         Args:
-            nodes: the path of the step.
-            gradients: for each of its calls, bytes of gradients that the calls behind it have made for parameters.
+            nodes: the calls of the step, in order.
+            gradients: for each call, bytes of the parameter gradients that the backwards before it have made.
         """
         if self.mem is None or self.is_share:
             return
@@ -288,17 +297,17 @@ class PathPlans:
 
     @property
     def is_share(self) -> bool:
-        """True if the budget is a share of what the known steps need."""
+        """True if the budget depends on what the known steps need: a percentage, or "min"."""
         return isinstance(self._options.budget, Percent | Least)
 
     def refusal(self, nodes: Sequence[Node], node: Node, needed: int, gradients: Sequence[int]) -> BudgetTooSmall:
-        """Return the error for a step whose call `node` needs so many bytes.
+        """Return the error to raise when the graph call `node` of a step would need `needed` bytes.
 
-        The least budget that it states is an estimate of what all calls so far need, from what is known by then.
+        The least budget that it states is an estimate of what all calls so far need.
 
         Args:
             nodes: the calls so far.
-            gradients: for each of them, bytes of gradients that the calls behind it have made for parameters.
+            gradients: for each call, bytes of the parameter gradients that the backwards of later calls have made.
         """
         assert self.limit is not None
         self._stale = True
@@ -315,7 +324,7 @@ class PathPlans:
 
     @property
     def plan(self) -> PlanOfGraphs | None:
-        """The plan for the path of the last step; None before the first step has ended."""
+        """The plan for the last step's sequence of calls; None before the first step has ended."""
         if self._plan is None or self.mem is None:
             return None
         graphs = [node.graph.joint.step for node in self._plan.nodes]

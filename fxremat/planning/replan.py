@@ -1,4 +1,4 @@
-"""Plans made from plans of the same ops at other sizes: the programs of those plans are evaluated at the new sizes."""
+"""Fast plans at new input sizes: the programs of plans for other sizes of the same ops are re-evaluated."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from fxremat.search.replan import is_near, judged_again
 from fxremat.step.step_graph import StepGraph
 from fxremat.units import Least
 
-NEAREST = 3  # plans, the nearest in size, whose candidates are evaluated at the new sizes
+NEAREST = 3  # number of known plans, those nearest in input sizes, that contribute candidates to a new plan
 
-Choice = Callable[[Sequence[Candidate]], Candidate]  # chooses from the candidates that fit, fastest first
+Choice = Callable[[Sequence[Candidate]], Candidate]  # chooses from the candidates that fit, which come fastest first
 
 
 def replan(step: Step, known: Sequence[Plan], options: Options, choose: Choice) -> Plan | None:
-    """Plan a step with the programs of plans for other sizes; plans with copies to the host cannot be used.
+    """Plan a step with programs from plans for other sizes; plans with copies to the host cannot be reused.
 
-    It takes milliseconds where none of the ops has to be measured.
+    It takes milliseconds if no op has to be measured.
 
     Args:
-        known: plans of other sizes, one at least.
-        choose: chooses which of the candidates that fit, fastest first, to run.
+        known: plans of the same ops at other sizes, at least one.
+        choose: chooses a candidate from those that fit, which come fastest first.
 
     Returns:
-        the plan; None where the step has to be planned from nothing: no known candidate fits; or the known sizes are
-        far away, and every candidate that fits recomputes; or the budget is "min".
+        the plan; None if the step needs a new search: no known candidate fits, or all that fit recompute and the
+            known sizes
+        are too different, or the budget is "min".
     """
     if isinstance(options.budget, Least):
         return None
@@ -57,6 +58,6 @@ def replan(step: Step, known: Sequence[Plan], options: Options, choose: Choice) 
 
 
 def _distance(one: StepGraph, other: StepGraph) -> float:
-    """Return the distance between the sizes of two graphs of the same ops: the logarithm of the ratio of all bytes."""
+    """Return the absolute logarithm of the ratio of all bytes in two graphs of the same ops."""
     bytes_ = [1 + sum(value.bytes for value in graph.values) for graph in (one, other)]
     return abs(math.log(bytes_[0] / bytes_[1]))

@@ -1,9 +1,8 @@
-"""Plans of one symbolic graph at the sizes of calls: made from plans for other sizes, or by a search from nothing.
+"""Plans of one graph with symbolic sizes, at the sizes of each call.
 
-    plans that were searched from nothing    the latest `KNOWN` are kept: their candidates are evaluated again at every
-                                             other size
-    a budget in percent                      refers to the peak of keep-all at the largest size: the end of the range
-                                             that the user gave, else the largest size of a call so far
+A plan is made from plans for other sizes if possible, else by a search from nothing. A budget in percent refers
+to the peak without recomputation at the largest sizes: the ends of the ranges that the user gave, else those
+seen so far.
 """
 
 from __future__ import annotations
@@ -28,30 +27,31 @@ from fxremat.plans import Plan
 from fxremat.progress import planning
 from fxremat.units import Percent, format_bytes
 
-KNOWN = 8  # plans searched from nothing that are kept
-GROWTH = 1.5  # a call above the range that the user gave moves the range's end to this times the size of the call
+KNOWN = 8  # this many plans that were searched from nothing are kept, and re-evaluated at other sizes
+GROWTH = 1.5  # factor by which the user's range of a size is extended beyond a call's size that exceeds it
 
-Dimension = tuple[str, int | None]  # an input of the model and one of its dimensions; None: the input is a number
+# (name of an input, one of its dimensions); None for an input that is itself a number
+Dimension = tuple[str, int | None]
 
 
 @dataclass(frozen=True)
 class Range:
-    """The largest sizes that are expected, and the peak of keep-all at them."""
+    """The largest input sizes that are expected, and the peak without recomputation at them."""
 
     dims: Dims
-    keep_all: int  # bytes
+    keep_all: int  # peak bytes without recomputation
 
 
 class PlansOfSizes:
-    """Plans of one symbolic graph, each for the sizes of a call.
+    """The plans of one graph with symbolic sizes.
 
     Attributes:
-        symbolic: the joint graph of symbolic sizes; programs are made into graphs from it that run at every size.
+        symbolic: the joint forward-backward graph with symbolic sizes, from which code for all sizes is generated.
 
     Args:
         joint: the graph at the sizes of the call that it was captured from.
-        dimensions: for each symbolic number, the input and the dimension whose size it is.
-        limits: for each symbolic number, the largest size that is expected; None where no range is known.
+        dimensions: for each symbolic size, the input and the dimension that it is the size of.
+        limits: for each symbolic size, the largest number that is expected; None if the user gave no range.
         shapes: the inputs' symbolic shapes, by name.
     """
 
@@ -84,10 +84,10 @@ class PlansOfSizes:
 
         Args:
             inputs: the arguments of the call; (): ops that have to be measured run on made-up data.
-            called_with: the sizes of the inputs, for messages.
-            choose: chooses from the known candidates that fit, fastest first.
-            keep: True: later plans for other sizes may start from this one, and if these are the largest sizes so far,
-                budgets in percent refer to them from now on.
+            called_with: the sizes of the inputs as text, for messages.
+            choose: chooses from the known candidates that fit, which come fastest first.
+            keep: True: later plans may reuse this one, and budgets in percent refer to these sizes if they are the
+                largest so far.
 
         Raises:
             BudgetTooSmall: no program fits at these sizes, which the error states.
@@ -111,7 +111,7 @@ class PlansOfSizes:
         return replace(plan, step=SizedStep(self, dims))
 
     def least(self, dims: Dims) -> int:
-        """Return the least budget at these sizes, in bytes; programs are searched for at these sizes from nothing."""
+        """Return the least budget at these sizes, in bytes, by a search from nothing."""
         joint = self._graph.at(dims)
         with planning(f"the least budget for inputs of {self.described(dims)}") as planned:
             step = Step(graph=joint, called_with=self.described(dims))
@@ -120,34 +120,34 @@ class PlansOfSizes:
         return least
 
     def within(self, dims: Dims, mem: int | str | None, **changed: Any) -> Plan:
-        """Plan for these sizes within another budget, or with other options, which `Plan.at` of this plan keeps.
+        """Plan for these input sizes with another budget or other options, which the resulting plan's `at` reuses.
 
         Args:
-            mem: the budget; None: the one that these plans have.
+            mem: the budget; None: the budget of these plans.
         """
         others = copy.copy(self)
         others._options, others._known = changed_options(self._options, mem=mem, **changed), ()
         return others.plan(dims, keep=bool(changed))
 
     def described(self, dims: Dims) -> str:
-        """Return the sizes as text: `tokens[1] = 300`."""
+        """Return the sizes as text, such as `tokens[1] = 300`."""
         return ", ".join(
             f"{name} = {dim}" if place is None else f"{name}[{place}] = {dim}"
             for (name, place), dim in zip(self._dimensions, dims, strict=True)
         )
 
     def resized(self, dims: Dims, sizes: Mapping[str, object]) -> Dims:
-        """Return all symbolic sizes, after some of the inputs changed theirs from `dims`.
+        """Return all symbolic sizes after the user changed some of them; `dims` are the sizes before.
 
-        Dimensions that have the same size and belong together, such as tokens and targets of one length, change too.
+        Sizes that depend on each other, such as the lengths of tokens and targets, change together.
 
         Args:
-            sizes: by name of an input: a shape, or its first sizes; sizes by dimension; or one number: the input itself
-                if that is a number, else the size of its last symbolic dimension.
+            sizes: by name of an input: a shape, or its first sizes; sizes by dimension; or one number, which is the
+                input itself if that is a number, else the size of its last symbolic dimension.
 
         Raises:
-            FxrematError: an input of this name has no symbolic size, a value is no valid size, or the model takes
-                another way at these sizes than the captured one.
+            FxrematError: a named input has no symbolic size, a size is invalid, or the captured graph does not hold
+                for these sizes.
         """
         changed: dict[int, int] = {}
         for name, given in sizes.items():
@@ -174,16 +174,18 @@ class PlansOfSizes:
         return tuple(found)
 
     def _go_together(self, place: int, other: int, dims: Dims) -> bool:
-        """Tell whether two symbolic numbers, given by place, change together.
+        """Tell whether the symbolic sizes with the indices `place` and `other` change together.
 
-        They do if they are equal at `dims` and are the same symbol, or sizes of dimensions of the same number.
+        They do if they are equal in `dims`, and either are the same symbol or belong to the same dimension of
+        two inputs.
         """
         symbols, dimensions = self._graph.symbols, self._dimensions
         alike = symbols[place] == symbols[other] or dimensions[place][1] == dimensions[other][1]
         return alike and dims[place] == dims[other]
 
     def _range_with(self, dims: Dims, joint: Captured) -> Range | None:
-        """Return the range of sizes, extended so that it includes `dims`; None where the budget is not in percent."""
+        """Return the largest expected sizes, `dims` included, with their peak; None if the budget is not in percent.
+        """
         if not isinstance(self._options.budget, Percent):
             return None
         if self._range and all(dim <= most for dim, most in zip(dims, self._range.dims, strict=True)):
@@ -193,10 +195,10 @@ class PlansOfSizes:
         return Range(largest, estimated_keep_all(at_largest, self._options))
 
     def _largest(self, place: int, dims: Dims) -> int:
-        """Return the largest size that is known or expected of the symbolic number at `place`.
+        """Return the largest number expected for the symbolic size at index `place` of `dims`.
 
-        If the size of this call exceeds the range that the user gave, it is half as much again as in this call. A range
-        that was given for tokens holds for targets too, whose size is the same now.
+        If this call exceeds the range that the user gave, return `GROWTH` times its size. A range that was
+        given for tokens also holds for targets that have the same length.
         """
         together = [other for other in range(len(dims)) if self._go_together(place, other, dims)]
         expected = max(self._limits[other] or 0 for other in together)
@@ -207,7 +209,7 @@ class PlansOfSizes:
 
 
 class SizedStep(CapturedStep):
-    """A captured step at certain sizes of its inputs, from which plans for other sizes can be made too."""
+    """A captured step at certain input sizes, which can also be planned for other sizes."""
 
     def __init__(self, plans: PlansOfSizes, dims: Dims, inputs: Sequence[Any] = ()) -> None:
         self._plans, self._dims, self._inputs = plans, dims, inputs
@@ -219,17 +221,17 @@ class SizedStep(CapturedStep):
 
     @property
     def graph(self) -> Captured:
-        """The step at these sizes, op by op."""
+        """The captured forward and backward at these sizes, op by op."""
         return self._plans._graph.at(self._dims)
 
     @property
     def sizes(self) -> str:
-        """The sizes that may change, as `tokens[1] = 300`."""
+        """The input sizes that may change, as text such as `tokens[1] = 300`."""
         return self._plans.described(self._dims)
 
     @property
     def resizable_inputs(self) -> frozenset[str]:
-        """The names of the inputs that have symbolic sizes; sizes of further inputs may follow from theirs."""
+        """The names of the inputs that have symbolic sizes; the sizes of other inputs may follow from them."""
         return frozenset(name for name, _ in self._plans._dimensions)
 
     def plan(self, mem: int | str | None = None, **options: Unpack[StepOptions]) -> Plan:
@@ -243,7 +245,7 @@ class SizedStep(CapturedStep):
         return self._plans.least(self._dims)
 
     def at(self, **sizes: object) -> SizedStep:
-        """Return the same step for inputs of other sizes: see `CapturedStep.at`."""
+        """Return the same step for other input sizes; see `CapturedStep.at`."""
         return SizedStep(self._plans, self._plans.resized(self._dims, sizes))
 
 
@@ -252,10 +254,10 @@ def _shown(sizes: Mapping[str, object]) -> str:
 
 
 def _by_dimension(name: str, given: object, dimensions: Sequence[int | None]) -> dict[int | None, int]:
-    """Return the sizes that a user gave for an input, by dimension.
+    """Return the sizes that a user gave for an input, by dimension (None if the input is itself a number).
 
     Raises:
-        FxrematError: a dimension is not symbolic, or a size is no integer above 1.
+        FxrematError: a dimension is not symbolic, or a size is not an integer above 1.
     """
     match given:
         case bool():

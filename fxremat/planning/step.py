@@ -1,4 +1,4 @@
-"""A captured step, with the inputs and sizes of the call that it was captured from."""
+"""The input of planning: a captured graph with the inputs and sizes of the call that it was captured from."""
 
 from __future__ import annotations
 
@@ -15,37 +15,41 @@ from fxremat.ops.parameters import Weights
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedParameters:
-    """The optimizer's parameters in a captured graph, where the step updates them."""
+    """The parameters that an optimizer updates within a captured step."""
 
     weights: Weights
     optimizer: torch.optim.Optimizer
-    numbers: Mapping[int, int]  # value of a parameter in the graph -> its index among the optimizer's
-    names: Mapping[int, str]  # value of a parameter in the graph -> its name in the model
-    settled: frozenset[int] | None  # values that live on the host since an earlier plan; None: nothing is settled
+    numbers: Mapping[int, int]  # number of a parameter's value in the graph -> index of the parameter in the optimizer
+    names: Mapping[int, str]  # number of a parameter's value in the graph -> name of the parameter in the model
+    # numbers of the parameters that an earlier plan moved to the host; None if there was no earlier plan
+    settled: frozenset[int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The peak that a budget in percent refers to, where that is the keep-all peak of the step at other sizes."""
+    """The peak that a budget in percent refers to, if it is the peak at other input sizes than the step's own."""
 
     bytes: int
-    of: str  # the sizes whose step has this peak, in words
+    of: str  # the sizes that have this peak, as text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A captured graph to plan, with the inputs and sizes of the call that it was captured from."""
+    """A captured training step to be planned, with the inputs and sizes of the call that it was captured from."""
 
     graph: Captured
-    inputs: Sequence[Any] = ()  # of the captured graph; (): ops that have to be measured run on made-up data
-    trained: TrainedParameters | None = None  # what the step updates; None: it updates no weights
-    called_with: str = ""  # the sizes of the inputs, for messages
-    as_eager: Captured | None = None  # the step as eager PyTorch runs it, where `graph` was prepared for other kernels
-    reference: Reference | None = None  # what a budget in percent refers to; None: the peak of keep-all of this step
-    ranks: Agreement = ALONE  # the ranks that run the step together; each has its own part of the inputs or weights
+    inputs: Sequence[Any] = ()  # arguments of the captured graph; (): ops that have to be measured run on made-up data
+    # the parameters that the step updates; None: the step only returns gradients
+    trained: TrainedParameters | None = None
+    called_with: str = ""  # the sizes of the inputs as text, for messages
+    # the step's graph as eager PyTorch runs it, if `graph` was prepared for other kernels; else None
+    as_eager: Captured | None = None
+    # the peak that a budget in percent refers to; None: this step's own peak without recomputation
+    reference: Reference | None = None
+    ranks: Agreement = ALONE  # the ranks that plan and run the step together
 
 
 def named(trained: TrainedParameters, values: Iterable[int]) -> str:
-    """Return the names of parameters in the model, as text for messages; `values` are their values in the graph."""
+    """Name parameters in a message; `values` are the numbers of their values in the graph."""
     names = [trained.names[value] for value in values]
     return f"the parameter {names[0]}" if len(names) == 1 else f"the parameters {', '.join(names)}"

@@ -1,9 +1,9 @@
-"""Results of searches on disk, so that a later process does not search again for what is known.
+"""Search results on disk, so that later processes need not search again.
 
-They are in the same store as the measured costs; the `AT_MOST` that were used last are kept. Like costs they never make
-a plan fail: a result that cannot be read counts as absent, one that cannot be written is not kept. Only the same
-version of this package's code finds a result again. Reading makes instances of the classes in `PARTS`, and of those
-that the reader names, and of no others, whatever the file says.
+They are in the same store as measured costs; the `AT_MOST` most recently used ones are kept. A result that
+cannot be read counts as absent, and one that cannot be written is dropped: neither makes planning fail. Results
+are found only by the version of this package's code that wrote them. Unpickling creates instances only of the
+classes in `PARTS` and of those that the caller names, whatever the file contains.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fxremat.step.layout import BlockLayout, Layout
 from fxremat.step.program import Order
 
 TABLE = "searches"
-AT_MOST = 64  # results that are kept
+AT_MOST = 64  # number of results kept
 FAST = 1  # zlib's level of compression
 PACKAGE = Path(__file__).parents[1]
 
-PARTS = (  # classes that a frontier consists of
+PARTS = (  # classes that a stored frontier may contain
     *(Frontier, Candidate, FromSchedule, FromJoin, Refined, Order, Layout, BlockLayout, JoinTimeline),
     *(Schedule, Forward, Keep, Backward, Drop, Offload, Prefetch, Value, JoinSchedule, On, Loss, frozenset),
 )
@@ -40,24 +40,24 @@ T = TypeVar("T")
 
 
 def read(device: torch.device, key: str, kind: type[T], *parts: type) -> T | None:
-    """Return the result that was written under a key for a device; None if none was, or it cannot be read.
+    """Return the result that was stored under a key for a device; None if there is none, or it cannot be read.
 
     Args:
         kind: the class of the result.
-        parts: further classes that the result consists of, besides `PARTS`.
+        parts: further classes that the result may contain, besides `PARTS`.
     """
     content = store_of(device).get(TABLE, _digest(key))
     if content is None:
         return None
     try:
         result = _Reader(zlib.decompress(content), (kind, *parts, *PARTS)).load()
-    except Exception:  # the file may hold anything
+    except Exception:  # the file may contain anything
         return None
     return result if isinstance(result, kind) else None
 
 
 def write(device: torch.device, key: str, result: object) -> None:
-    """Store the result of a search under a key for a device; the result must not refer to a graph."""
+    """Store a search result under a key for a device; the result must not refer to a graph."""
     content = zlib.compress(pickle.dumps(result, protocol=5), FAST)
     store_of(device).put(TABLE, {_digest(key): content}, most=AT_MOST)
 
@@ -68,7 +68,7 @@ def _digest(key: str) -> str:
 
 @functools.cache
 def _code() -> str:
-    """Digest the code of this package: another version may find other programs, or have other classes."""
+    """Return a digest of this package's source code; stored plans of other versions of the code are not read."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         digest.update(file.read_bytes())
@@ -76,14 +76,14 @@ def _code() -> str:
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler for values of a few classes, which calls nothing else."""
+    """An unpickler that creates instances of the allowed classes only."""
 
     def __init__(self, content: bytes, allowed: Iterable[type]) -> None:
         super().__init__(io.BytesIO(content))
         self._allowed = {(part.__module__, part.__qualname__): part for part in allowed}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class of a name, if it is allowed. Raises `UnpicklingError` for any other."""
+        """Return the class of this name if it is allowed; raise `UnpicklingError` otherwise."""
         try:
             return self._allowed[module, name]
         except KeyError:

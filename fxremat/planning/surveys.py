@@ -1,7 +1,7 @@
-"""Surveys: a step with its costs and the frontier of its programs, from which a plan is chosen.
+"""Surveys: the costs of a step's ops, and the Pareto frontier of ways to run it (time against peak memory).
 
     facts       seconds and bytes of every op
-    frontier    candidate programs with exact peaks, searched op by op up to the budget
+    frontier    candidate programs with exact peaks, improved op by op up to the budget
     limit       the budget in bytes
 
 "Keep-all" is the program that recomputes nothing.
@@ -36,53 +36,55 @@ from fxremat.transfers.network import beside_ops, communicates
 from fxremat.transfers.weight_updates import resident_peak
 from fxremat.units import Percent
 
-ABOVE = 1.4  # op-by-op programs that need more than this times the budget are not tried in compiled regions
-NO_TIME = 1.01  # within this factor of keep-all's seconds a program counts as recomputing nothing
+ABOVE = 1.4  # op-by-op programs with a peak of up to this times the budget are tried in compiled regions
+NO_TIME = 1.01  # a program within this factor of the seconds without recomputation counts as recomputing nothing
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Survey:
-    """A step with its costs and the frontier of its programs, before times are calibrated."""
+    """A step with the costs of its ops and the Pareto frontier of peak and time; times are not calibrated yet."""
 
     step: Step
     costs: Costs
     frontier: Frontier
-    limit: Limit  # the budget; `limit.bytes` is known
-    sliced: SlicedJoint | None = None  # the step with regions in slices; None: the step as captured
-    measured: bool = True  # False: ops that were never measured before have estimated costs
+    limit: Limit  # the budget, with its bytes already computed
+    # the rewritten graph, if ops of the step run in slices; None: the step as captured
+    sliced: SlicedJoint | None = None
+    measured: bool = True  # False: the costs of ops that were never measured are estimates
 
     @property
     def blocked(self) -> tuple[str, ...]:
-        """The reasons why ops that need much memory do not run in slices; () for a step without slices."""
+        """The reasons why ops that need much memory cannot run in slices; () for a step without slices."""
         return self.sliced.blocked if self.sliced else ()
 
     @property
     def keep_all(self) -> int:
-        """The peak of keep-all in bytes, which a budget in percent refers to."""
+        """The peak in bytes without recomputation, which a budget in percent refers to."""
         return keep_all_of(self.step, self.costs, self.frontier)
 
     def seconds_within(self, mem: int) -> float:
-        """Return the seconds of the fastest candidate that fits into `mem` bytes.
+        """Return the seconds of the fastest candidate whose peak is at most `mem` bytes.
 
-        Where none does, return a million plus the least budget in bytes, so that surveys that need less come first.
+        If there is none, return 1e6 plus the least budget in bytes, which sorts surveys by the memory that they
+        need.
         """
         fitting = [c.time for c in self.frontier.candidates if c.peak <= mem]
         return min(fitting) if fitting else 1e6 + self.frontier.minimum
 
     def fits_without_more(self, mem: int) -> bool:
-        """Tell whether a candidate that recomputes hardly anything fits into `mem` bytes."""
+        """Tell whether a candidate that recomputes hardly anything has a peak of at most `mem` bytes."""
         return self.seconds_within(mem) <= NO_TIME * self.frontier.keep_all.time
 
 
 def surveyed(
     step: Step, options: Options, limit: Limit, sliced: SlicedJoint | None = None, rate: float | None = None
 ) -> Survey:
-    """Find the costs of a step, and the frontier of its programs up to the budget.
+    """Find the costs of a step's ops, and the Pareto frontier of its programs up to the budget.
 
     Args:
-        sliced: the rewriting that put regions of the step in slices; None for a step as captured.
-        rate: None: measure the ops. A number: run nothing; ops that were never measured get estimates, whose seconds
-            are multiplied by it.
+        sliced: the rewritten graph, if ops of the step run in slices.
+        rate: None: measure the ops. A number: run nothing; ops that were never measured are estimated, and their
+            seconds multiplied by it.
     """
     measured = rate is None or not options.measures
     if measured:
@@ -95,9 +97,9 @@ def surveyed(
 
 
 def kept_alone(step: Step, options: Options, limit: Limit, rate: float = 1.0) -> Survey:
-    """Return a survey with keep-all as its only program: nothing is searched.
+    """Return a survey whose only program recomputes nothing, without a search.
 
-    Nothing is run either, unless the budget is in percent: that refers to the measured peak.
+    Nothing is run either, unless the budget is in percent of the measured peak.
 
     Args:
         rate: multiplies the estimated seconds of ops that were never measured.
@@ -112,7 +114,8 @@ def kept_alone(step: Step, options: Options, limit: Limit, rate: float = 1.0) ->
 
 
 def keep_all_of(step: Step, costs: Costs, frontier: Frontier) -> int:
-    """Return the peak of keep-all in bytes; if the step updates its weights, weights and optimizer state count too."""
+    """Return the peak in bytes without recomputation; it includes weights that the step updates, with optimizer state.
+    """
     if step.trained is None:
         return frontier.keep_all.peak
     costs = with_own_sizes(step.graph, costs)
@@ -121,14 +124,17 @@ def keep_all_of(step: Step, costs: Costs, frontier: Frontier) -> int:
 
 
 def order_within_limit(step: Step, limit: Limit) -> Sequence[int]:
-    """Return the ops in an order in which the step fits into the budget, by estimate."""
+    """Return an execution order of the ops, by estimated costs, that fits into the budget, for measuring them."""
     graph = step.graph
     costs = estimate(graph, Device.named(device_of(graph).type))
     return order_within(graph, costs, limit.of(partial(keep_all_peak, graph, costs)).bytes)
 
 
 def _frontier(step: Step, costs: Costs, options: Options, limit: Limit) -> Frontier:
-    """Return the frontier, searched op by op up to the budget: the first rank searches, and sends it to the others."""
+    """Return the Pareto frontier, improved op by op up to the budget.
+
+    The first rank searches and sends the result to the other ranks.
+    """
     graph, alone = step.graph, len(step.ranks.ranks) == 1
     counted = beside_ops(graph, costs) if communicates(graph) else costs
     once = run_once(graph, options.wishes)
@@ -146,9 +152,10 @@ def _frontier(step: Step, costs: Costs, options: Options, limit: Limit) -> Front
 def _searched(
     graph: Captured, costs: Costs, options: Options, limit: Limit, once: frozenset[int]
 ) -> tuple[int, Ladder]:
-    """Return the bytes up to which programs were searched for, and the ladder: the frontier with the search's results.
+    """Return the peak in bytes up to which programs were improved, and the search's state, from which it can go on.
 
-    With offloading, programs that need more than the budget count too: the search then goes up to the peak of keep-all.
+    With offloading the search goes up to the peak without recomputation, since copies to the host lower the
+    peaks.
     """
     settings: dict[str, Any] = {
         "solver": options.solver,
@@ -178,7 +185,8 @@ def _bytes(limit: Limit, ladder: Ladder) -> int:
 
 
 def searched_again(known: Frontier, costs: Costs, budget: int, options: Options) -> Frontier:
-    """Evaluate the programs of a frontier with new costs of the same ops, then search on op by op, up to the budget."""
+    """Evaluate the programs of a frontier with new costs of the same ops, then improve them op by op up to the budget.
+    """
     again = judged_again(known.keep_all, known.candidates, known.keep_all.layout.graph, costs)
     if options.solver != "auto":
         return again
@@ -187,9 +195,10 @@ def searched_again(known: Frontier, costs: Costs, budget: int, options: Options)
 
 
 def _searched_up_to(budget: int, keep_all: int, options: Options) -> int:
-    """Return the bytes up to which programs are improved.
+    """Return the peak in bytes up to which programs are improved.
 
-    More than the budget where offloading or compiled regions may lower the peak of a program that exceeds it.
+    That is the budget; or more, where offloading or compiled regions may lower the peak of a program that
+    exceeds it.
     """
     if options.host:
         return keep_all
@@ -199,10 +208,10 @@ def _searched_up_to(budget: int, keep_all: int, options: Options) -> int:
 def _surveyed(
     graph: Captured, costs: Costs, settings: Mapping[str, Any], of_costs: object, once: frozenset[int]
 ) -> Frontier:
-    """Survey a graph; if a survey without op-by-op search is cached, improve that instead of starting anew.
+    """Return the Pareto frontier of a graph; if one without op-by-op improvement is cached, improve that.
 
     Args:
-        once: ops that run once: programs that run one of them again are left out, and not improved.
+        once: ops that must not be recomputed: programs that run one of them twice are left out.
     """
     effort = settings["effort"] if settings["solver"] == "auto" else 0.0
     if once:

@@ -1,13 +1,11 @@
-"""Ops that run once in a step, whatever the budget: by a wish, and decisions that come out of floats.
+"""Ops that are never recomputed, whatever the budget.
 
-Wishes are the options `never_again` and `keep`, and marks of selective checkpointing in the graph.
+These are the ops that the options `never_again` and `keep` name, those that selective checkpointing marks in
+the graph, and on CUDA those that turn floats into decisions: which expert a token goes to, which entries a mask
+selects. Computed a second time from floats that differ in the last bits, a decision may come out differently.
 
-A plan that computes such an op again is not on offer. The search is led away from them by what they cost: as much as
-ten steps, each time that they run (`dear`). What is left of the frontier has its real times again (`fair`).
-
-Decisions: which expert a token goes to, which entries a mask selects. Computed again from floats by kernels that differ
-from run to run, as on CUDA, they may come out otherwise: tokens then go elsewhere, or sizes do not match. They take few
-bytes, and are kept there.
+No plan recomputes such an op. During the search each run of it costs as much as ten steps (`dear`); afterwards
+candidates that still recompute one are dropped, and times are corrected (`fair`).
 """
 
 from __future__ import annotations
@@ -32,10 +30,11 @@ from fxremat.step.program import Order
 
 aten = torch.ops.aten
 
-PINNED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD)  # what the author of a model pinned stays so
-STEPS = 10.0  # steps that an op which is to run once is said to cost
+# policies of selective checkpointing that forbid recomputation
+PINNED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD)
+STEPS = 10.0  # cost of one run, during the search, of an op that must not be recomputed: in times of a whole step
 
-CHOOSING = {  # ops that make indices out of floats
+CHOOSING = {  # ops that compute indices from floats
     *(aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin, aten.kthvalue, aten.mode, aten.multinomial),
     *(aten.bucketize, aten.searchsorted, aten.nonzero),
 }
@@ -51,7 +50,7 @@ INDEXING = {
 
 
 def run_once(graph: Captured, never_again: Sequence[Wish]) -> frozenset[int]:
-    """Return the forward ops that may run once only. O(ops)."""
+    """Return the forward ops that must not be recomputed. O(ops)."""
     wished = {op.index for op in graph.forward_ops if any(_is_meant(graph, op.index, wish) for wish in never_again)}
     wished |= {op.index for op in graph.forward_ops if graph.nodes[op.index].meta.get("recompute") in PINNED}
     decided = set(_decisions(graph)) if kind_of(device_of(graph)).of_cuda else set()
@@ -59,13 +58,16 @@ def run_once(graph: Captured, never_again: Sequence[Wish]) -> frozenset[int]:
 
 
 def staying(graph: Captured, keep: Sequence[Wish]) -> frozenset[int]:
-    """Return the values of the forward that are not copied to the host. O(ops)."""
+    """Return the forward values that the option `keep` holds on the device instead of copying them to the host.
+
+    O(ops).
+    """
     meant = [op for op in graph.forward_ops if any(_is_meant(graph, op.index, wish) for wish in keep)]
     return frozenset(value for op in meant for value in op.writes)
 
 
 def check_meant(graph: Captured, never_again: Sequence[Wish]) -> None:
-    """Raise `FxrematError` for a pattern of modules that no op of the forward belongs to."""
+    """Raise `FxrematError` for a pattern of module names that matches no forward op."""
     for wish in never_again:
         if isinstance(wish, str) and not any(_is_meant(graph, op.index, wish) for op in graph.forward_ops):
             modules = sorted({source.module for source in graph.sources if source.module})
@@ -81,7 +83,7 @@ def _is_meant(graph: Captured, op: int, wish: Wish) -> bool:
 
 
 def _decisions(graph: Captured) -> Iterator[int]:
-    """Yield the forward ops whose results out of floats decide what is selected, or where values go."""
+    """Yield the forward ops that turn floats into indices or into masks that select entries."""
     of_node = {node: op.index for op, node in zip(graph.forward_ops, graph.nodes, strict=False)}
     deciding: dict[fx.Node, bool] = {}
     for node in reversed(graph.module.graph.nodes):
@@ -113,11 +115,10 @@ def _has_floats(node: fx.Node) -> bool:
     return any(tensor is not None and tensor.is_floating_point() for tensor in tensors_of(node))
 
 
-# --- the search ---
 
 
 def dear(costs: Costs, once: Iterable[int]) -> Costs:
-    """Return the costs with `once` said to be so dear that no program on the frontier runs them again needlessly."""
+    """Return the costs with the seconds of the ops `once` raised so far that the search avoids recomputing them."""
     seconds, price = list(costs.seconds), STEPS * sum(costs.seconds)
     for op in once:
         seconds[op] += price
@@ -125,15 +126,15 @@ def dear(costs: Costs, once: Iterable[int]) -> Costs:
 
 
 def obedient(candidates: Iterable[Candidate], once: frozenset[int]) -> tuple[Candidate, ...]:
-    """Return the candidates that run each of these ops once. O(steps) a candidate."""
+    """Return the candidates that run each of the ops `once` only once. O(steps) per candidate."""
     return tuple(candidate for candidate in candidates if not _repeats(candidate.order(), once))
 
 
 def fair(frontier: Frontier, costs: Costs, once: frozenset[int]) -> Frontier:
-    """Return a frontier that was found with `dear` costs without the programs that run an op of `once` again.
+    """Return a frontier found with the costs of `dear`, with real times, without programs that recompute `once`.
 
     Args:
-        costs: the real ones.
+        costs: the real costs.
     """
     price = STEPS * sum(costs.seconds) * len(once)
     left = Frontier(keep_all=frontier.keep_all, candidates=obedient(frontier.candidates, once))

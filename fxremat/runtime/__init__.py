@@ -1,1 +1,1 @@
-"""The runtime of a training step: the drop-in module, the dynamo backend, and what they need while torch traces."""
+"""The runtime of a training step: the module that `fxremat.compile` returns, the dynamo backend, and their helpers."""

@@ -1,12 +1,13 @@
-"""Padding masks of transformers that mask nothing: left out of captured graphs, as eager mode leaves them out.
+"""Padding masks of transformers that mask nothing: captured graphs leave them out, as eager mode does.
 
-transformers reads a padding mask's values, and leaves out one that masks nothing: PyTorch's attention is then causal by
-itself, groups of heads share keys and values, and CUDA has flash attention. Code that is traced cannot read values, and
-keeps the mask; with grouped heads its gradients are rounded otherwise. So it is decided before a call is traced:
+In eager mode transformers reads a padding mask's values, and ignores one that masks nothing: then attention is
+simply causal, groups of heads share keys and values, and CUDA has flash attention. Traced code cannot read
+values, and keeps the mask; with grouped heads its gradients round differently. So this is decided before a call
+is traced:
 
-    before the call       `left_out` looks whether all masks among the inputs are full; eager mode does, too
-    while it is traced    transformers is told that there is no mask, and `fxremat::masks_nothing` marks the one it had
-    the captured graph    `unmark` checks that every marked mask is one of those inputs: else the step is captured again
+    before the call       `left_out` looks whether all masks among the inputs are full, as eager mode does
+    while it is traced    transformers is told that there is no mask; `fxremat::masks_nothing` marks the one there was
+    the captured graph    `unmark` checks that every marked mask is one of those inputs; if not, capture is repeated
     later calls           dynamo guards on the answer: a call with padding is another graph, with a plan of its own
 """
 
@@ -31,12 +32,16 @@ SAME_TRUTH = (operator.getitem, "to", "bool", "int", "long", "contiguous", "view
 
 
 class ComputedMask(FxrematError):
-    """The model computes a mask that was left out. The step is captured again with masks; no user sees this error."""
+    """Raised if a mask that was left out is computed by the model: capture is repeated with masks; users do not see it.
+    """
 
 
 @torch.library.custom_op("fxremat::masks_nothing", mutates_args=())
 def masks_nothing(mask: Tensor) -> Tensor:
-    """Tell whether all of a mask is true. In traced graphs the op is never run: it marks a mask that was left out."""
+    """Tell whether a mask is all true.
+
+    In traced graphs, this op stands for a mask that was left out; it is never run there.
+    """
     return mask.all()
 
 
@@ -46,7 +51,7 @@ def _(mask: Tensor) -> Tensor:
 
 
 def padding_masks(given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the arguments that may be padding masks: "mask" in their name, 2 dimensions, of integers or booleans."""
+    """Return the arguments that may be padding masks: "mask" in the name, two dimensions, integers or booleans."""
     return {name: value for name, value in given.items() if "mask" in name and _is_padding_mask(value)}
 
 
@@ -56,10 +61,11 @@ def _is_padding_mask(value: Any) -> bool:
 
 @contextlib.contextmanager
 def left_out(masks: Sequence[Tensor]) -> Iterator[None]:
-    """Let traced code leave out padding masks, inside this context, if none of `masks` masks anything, as eager mode.
+    """Within this context, let traced code ignore padding masks if none of `masks` masks anything, as eager mode does.
 
-    Before torch 2.13 transformers would keep a purely causal mask even where the call has no padding mask: it asks
-    whether the model is being exported, to which dynamo answers yes (read in torch 2.11). Here the answer is no.
+    Before torch 2.13 transformers would keep a purely causal mask even for calls without padding masks: it asks
+    whether the model is being exported, and dynamo answers yes (read in torch 2.11). Within this context the
+    answer is no.
     """
     global _nothing_masked
     library: Any = sys.modules.get("transformers.masking_utils")
@@ -76,7 +82,7 @@ def left_out(masks: Sequence[Tensor]) -> Iterator[None]:
 
 
 def leaves_masks_out() -> bool:
-    """Tell whether traced code now leaves out padding masks, so that a graph may raise `ComputedMask`."""
+    """Tell whether traced code currently leaves out padding masks, so that `ComputedMask` may be raised for a graph."""
     return _nothing_masked
 
 
@@ -89,8 +95,8 @@ def _without_mask(ignores: Callable[..., bool], *, causal: bool) -> Callable[...
     """Wrap the function of transformers that decides whether to ignore a mask, so that it gets None for a full one.
 
     Args:
-        ignores: the function; its arguments are the padding mask, then the numbers of queries and of keys.
-        causal: a mask is left out only where there are as many queries as keys.
+        ignores: the function; its arguments are the padding mask, and the numbers of queries and of keys.
+        causal: True: a mask is left out only if there are as many queries as keys.
     """
 
     def ignores_it(padding_mask: Tensor | None, *sizes: Any, **named: Any) -> bool:
@@ -119,14 +125,16 @@ REPLACED: Mapping[str, Callable[[Callable[..., bool]], Callable[..., bool]]] = {
 
 
 def unmark(graph: fx.Graph, names: Sequence[str]) -> list[int]:
-    """Remove the marks of masks that were left out from dynamo's graph; return the places of these inputs.
+    """Remove the ops that stand for left-out masks from dynamo's graph.
+
+    Return the indices of the inputs that are masks.
 
     Args:
         names: names of the model's inputs that may be passed by position.
 
     Raises:
-        ComputedMask: a marked mask is not an input whose values were checked before the call, with another type or
-            shape at most; or the model has written to that input.
+        ComputedMask: a marked mask is not (a cast or reshape of) an input whose values were checked before the call,
+            or the model has written to that input.
     """
     marks = graph.find_nodes(op="call_function", target=torch.ops.fxremat.masks_nothing.default)
     placeholders = graph.find_nodes(op="placeholder")
@@ -144,12 +152,16 @@ def unmark(graph: fx.Graph, names: Sequence[str]) -> list[int]:
 
 
 def checking(run: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """Wrap one of several graphs, so that it looks at the inputs that are masks which were left out.
+    """Wrap one of a model's several graphs to check at each call that the masks it left out still mask nothing.
 
-    A name tells the masks among a model's inputs. Behind a graph break it may name something that the model computes.
+    Masks are recognized by their names. After a graph break, an input with such a name may be computed by the
+    model.
+
+    Args:
+        places: indices of the inputs that are such masks.
 
     Raises:
-        ComputedMask: when it is called, and one of them masks something.
+        ComputedMask: at a call in which one of these inputs masks something.
     """
 
     def call(*inputs: Any) -> Any:
@@ -161,7 +173,8 @@ def checking(run: Callable[..., Any], places: Sequence[int]) -> Callable[..., An
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """Follow conversions, reshapes and slices, which keep a full mask full, back to the mask that they start from."""
+    """Follow conversions, reshapes and slices, after which a full mask is still full, back to the mask they start from.
+    """
     while node.target in SAME_TRUTH or _writes(node):
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -1,9 +1,9 @@
-"""Auxiliary outputs, which a model returns with its loss: they cost nothing while no gradient arrives for them.
+"""Auxiliary outputs, which a model returns besides its loss: they cost nothing unless gradients arrive for them.
 
-A model that returns its loss often returns what it computed the loss from as well: logits, hidden states, keys and
-values. Nearly every training loop leaves these without a gradient. AOTAutograd's backward still expects a gradient for
-each of them, made of zeros where autograd has none, and adds it in. That costs memory and time, and gives other bits
-than eager PyTorch where the sum has another layout. So here
+A model that returns its loss often also returns what it computed the loss from: logits, hidden states, keys and
+values. Nearly every training loop needs no gradient for these. AOTAutograd's backward still expects a gradient
+for each of them, made of zeros where autograd has none, and adds it in. That costs memory and time, and gives
+other bits than eager PyTorch where the sum has another layout. So here
 
     capture     outputs that the loss is computed from are detached: the graph is what eager autograd would run
     call        an autograd function ties them to the loss and to the model's inputs again
@@ -39,9 +39,9 @@ Step = Callable[..., Sequence[Any]]
 
 
 class Differentiate(Protocol):
-    """A function that compiles a graph for inputs such as these.
+    """A function that compiles a graph.
 
-    With `again` the step has to be one that can run twice on the same inputs: it raises `RunsOnce` for any other.
+    With `again` the step must be able to run twice on the same inputs; otherwise `RunsOnce` is raised.
     """
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, again: bool = False) -> Step:
@@ -49,11 +49,11 @@ class Differentiate(Protocol):
 
 
 class RunsOnce(Exception):
-    """The step reads inputs that it overwrites, so that a second run would compute something else."""
+    """Raised for a step that reads inputs which it also overwrites, so that a second run would give other results."""
 
 
 def runs_again(joint: Captured) -> bool:
-    """Tell whether a second forward computes the same: no op reads an input that the step overwrites.
+    """Tell whether a second forward gives the same results: no op reads an input that the step overwrites.
 
     BatchNorm, and the update itself, may read it.
     """
@@ -63,14 +63,14 @@ def runs_again(joint: Captured) -> bool:
 
 
 def check_runs_again(joint: Captured) -> None:
-    """Raise `RunsOnce` if a second forward of a step would compute something else."""
+    """Raise `RunsOnce` if a second forward of a step would give other results."""
     if not runs_again(joint):
         raise RunsOnce
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of a graph that require grad, by position."""
+    """The positions of a graph's outputs that require grad."""
 
     scalars: tuple[int, ...]  # losses, most likely
     apart: tuple[int, ...]  # no scalar output is computed from them; they may get a gradient
@@ -84,9 +84,9 @@ class Outputs:
 
 
 def auxiliary_outputs_of(module: fx.GraphModule) -> Outputs:
-    """Tell the outputs that a scalar output (a loss) is computed from apart from all others. O(nodes).
+    """Find the outputs of a graph from which a scalar output (a loss) is computed. O(nodes).
 
-    `module` is a graph as dynamo hands it to a backend; a view counts as the tensor that it is a view of.
+    `module` is a graph as dynamo passes it to a backend; a view counts as the tensor that it is a view of.
     """
     trained = {position: node for position, node in enumerate(_outputs(module)) if _is_trained(node)}
     scalars = [position for position, node in trained.items() if node.meta["example_value"].numel() == 1]
@@ -132,7 +132,8 @@ def _storages(node: fx.Node) -> Iterator[int]:
     value = node.meta.get("example_value")
     for item in value if isinstance(value, tuple | list) else (value,):
         if isinstance(item, Tensor):
-            with contextlib.suppress(NotImplementedError):  # raised without storage: sparse, or of torch.func
+            # raised for tensors without storage: sparse ones, or those of torch.func
+            with contextlib.suppress(NotImplementedError):
                 yield storage_of(item)
 
 
@@ -164,7 +165,7 @@ class AuxiliaryOutputs:
         module: the graph that dynamo captured.
         outputs: what `auxiliary_outputs_of` found in the graph.
         differentiate: the function that compiles the graph.
-        inputs: the inputs to compile for now.
+        inputs: example inputs to compile for.
     """
 
     def __init__(
@@ -226,7 +227,8 @@ class AuxiliaryOutputs:
 
 
 class _Call:
-    """A call of an `AuxiliaryOutputs`, with all that it needs to run again: inputs, random states and autocast."""
+    """One call of an `AuxiliaryOutputs`, with all that is needed to run it again: inputs, random states and autocast.
+    """
 
     def __init__(self, step: AuxiliaryOutputs, inputs: tuple[Any, ...]) -> None:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
@@ -239,7 +241,8 @@ class _Call:
     def give_to_autograd(self, ctx: Any) -> None:
         """Save the inputs with autograd, which checks that nobody changes them, and frees them.
 
-        Inputs that the step itself has overwritten (statistics, counters) stay here: their values make no difference.
+        Inputs that the step itself has overwritten (running statistics, counters) are kept here: their values
+        do not matter.
         """
         saved, versions = [], iter(self.versions)
         for place, value in enumerate(self.inputs):
@@ -272,14 +275,14 @@ _SAVED = object()  # stands for an input that is saved with autograd
 
 
 def _apart(value: Any) -> Any:
-    """Detach a tensor from autograd's graph; copy one without gradient: a buffer, which the step may overwrite."""
+    """Detach a tensor from autograd's graph; copy one that needs no gradient, as the step may overwrite buffers."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_() if value.requires_grad else value.clone()
 
 
 class _Tie(torch.autograd.Function):
-    """An autograd function that returns the outputs, tied to the inputs that require a gradient.
+    """An autograd function that returns the outputs, connected to the inputs that require a gradient.
 
     Its arguments after `call` are the step's outputs that require grad, then those inputs.
     """

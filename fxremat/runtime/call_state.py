@@ -1,4 +1,4 @@
-"""The state around a call of a captured graph, for a second run of it as plain PyTorch: generators and autocast."""
+"""The state of generators and autocast at a call of a captured graph, for running it again as plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fxremat.ops.random import GeneratorStates
 
 
 class CallState:
-    """The present state of the generators and of autocast, on the devices of these tensors and on the CPU.
+    """The current state of random generators and of autocast, on the CPU and on the devices of these tensors.
 
     Args:
-        draws: the call draws random numbers; the states of generators cost a few microseconds.
+        draws: whether the call draws random numbers; only then generators are read, which takes some microseconds.
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, draws: bool = True) -> None:
@@ -28,7 +28,7 @@ class CallState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore this state for the duration of the context, with gradients enabled; afterwards all is as before."""
+        """Restore this state within the context, with gradients enabled; afterwards all is as before."""
         with torch.enable_grad(), contextlib.ExitStack() as stack:
             if self._random is not None:
                 stack.enter_context(self._random.replayed())

@@ -1,10 +1,11 @@
-"""A captured graph that a step calls beside others, as AOTAutograd calls it.
+"""One of several captured graphs that a step calls, in the form in which AOTAutograd calls it.
 
     forward     (*primals)                    -> (*outputs, token, *sizes)
     backward    (*sizes, token, *tangents)    -> gradients
 
-Autograd saves the token, a number on the CPU, and the sizes of the call. What a call has saved for its backward is with
-the coordinator, under that number. So every call may run another program, and what it has saved can be let go.
+Autograd saves the token, a CPU tensor with the number of the call, and the sizes of the call. The tensors that
+a call has saved for its backward are kept by the coordinator under that number. So each call may run another
+program, and its saved tensors can be dropped and recomputed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from fxremat.step.costs import Costs
 from fxremat.step.source import common_module
 from fxremat.torch_private import real_tensors, taking_a_list
 
-EMITTED = 16  # programs of a graph whose fx graphs are kept
-REMEMBERED = 256  # combinations of sizes for which numbers and programs are remembered
+EMITTED = 16  # generated fx graphs are cached for this many programs of a graph
+REMEMBERED = 256  # numbers and programs are cached for this many combinations of sizes
 AGAIN = (
     "Trying to backward through the graph a second time: what its calls had saved is freed; specify retain_graph=True "
     "if you need to backward through the graph a second time"
@@ -40,10 +41,11 @@ AGAIN = (
 
 
 class Runner(Protocol):
-    """A runner of the calls of a step."""
+    """The object that runs the calls of a step."""
 
     def forward(self, graph: CalledGraph, dims: Dims, primals: list[Any]) -> tuple[list[Any], torch.Tensor]:
-        """Run the forward of a call; return its outputs and its token."""
+        """Run the forward of a call; return its outputs and its token, the tensor by which the backward finds the call.
+        """
 
 
 class SavedCall(Protocol):
@@ -54,7 +56,7 @@ class SavedCall(Protocol):
 
 
 saved_calls: dict[int, SavedCall] = {}
-"""The calls whose backward may still run, by token."""
+"""Calls whose backward may still run: number in the token -> call."""
 
 
 class _Current(threading.local):
@@ -62,17 +64,17 @@ class _Current(threading.local):
 
 
 current = _Current()
-"""The coordinator of the step that this thread is in: graphs are shared among models, steps are not."""
+"""The coordinator of the step that this thread is running: several models may share a graph, but not a step."""
 
 
 class CalledGraph:
-    """A captured graph with its programs, all of which run at all sizes.
+    """A captured graph with the ways to run it (its programs: orders of ops with recomputations), at any input sizes.
 
     Args:
         joint: the graph at the sizes of the call that it was captured from.
         symbolic: the graph with symbolic sizes; None: all its sizes are fixed.
-        costs: those of `joint`.
-        programs: those of `joint`; fastest first.
+        costs: the costs of the ops of `joint`.
+        programs: the programs of `joint`, fastest first.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class CalledGraph:
             joint.value_of.get(node) if isinstance(node, fx.Node) else None for node in joint.forward_outputs
         ]
         self.input_values = [joint.value_of.get(node) for node in joint.primals]
-        self.unwritten = [  # places of the primals that the step does not overwrite itself
+        self.unwritten = [  # indices of the primals that the step does not overwrite
             place
             for place, node in enumerate(joint.primals)
             if joint.value_of.get(node) not in joint.mutated_primals
@@ -109,7 +111,7 @@ class CalledGraph:
         self.outputs_needed = self._symbolic.outputs_needed
 
     def name_with(self, parameters: Iterable[str | None]) -> str:
-        """Return a name for a call: the module that has all of these parameters, or the line of the graph's first op.
+        """Return a name for a call: the module that contains all of these parameters, else the graph's first code line.
         """
         if modules := [name.rpartition(".")[0] for name in parameters if name]:
             return common_module(modules) or "several modules"
@@ -117,7 +119,7 @@ class CalledGraph:
         return f"{os.path.basename(frame.file)}:{frame.line}" if frame else "ops"
 
     def at(self, dims: Dims) -> SizedPrograms:
-        """Return the programs at these sizes: the same in the same order, with the bytes and seconds there."""
+        """Return the programs, in the same order, with their bytes and seconds at these input sizes."""
         if dims not in self._at:
             assert self._sizes is not None
             with real_tensors():
@@ -131,21 +133,21 @@ class CalledGraph:
         return self._at[dims]
 
     def emitted(self, number: int) -> Emitted:
-        """Return the graphs of a program, by its place among the programs."""
+        """Return the fx graphs generated for the program with index `number`."""
         if number in self._emitted:
             return self._emitted.of(number, self._orders[number])
         with real_tensors():
             return self._emitted.of(number, self._orders[number])
 
     def run_forward(self, emitted: Emitted, dims: Dims, primals: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the outputs, and what is saved for the backward; the list of primals is emptied."""
+        """Return the outputs and the tensors saved for the backward; the list of primals is emptied."""
         if emitted.forward_sizes:
             primals += self._values(emitted.forward_sizes, dims)
         results = list(emitted.forward(primals))
         return results[: self._outputs], results[self._outputs :]
 
     def run_backward(self, emitted: Emitted, dims: Dims, saved: list[Any], tangents: list[Any]) -> Sequence[Any]:
-        """Return the gradients; the lists are emptied."""
+        """Return the gradients; both lists are emptied."""
         given = self._values(emitted.backward_sizes, dims) if emitted.backward_sizes else []
         given += saved[emitted.tensors :]
         given += saved[: emitted.tensors]
@@ -160,14 +162,13 @@ class CalledGraph:
         numbers = self._numbers(dims)
         return [numbers.of(size) for size in sizes]
 
-    # --- what AOTAutograd calls ---
 
     def forward_of(self, _: fx.GraphModule) -> Callable[..., Any]:
-        """Return the function that runs the forward, in place of the first graph of `contract`."""
+        """Return the function that AOTAutograd calls as the forward, instead of the first graph of `contract`."""
         return self._forward
 
     def backward_of(self, _: fx.GraphModule) -> Callable[..., Any]:
-        """Return the function that runs the backward, in place of the second graph of `contract`."""
+        """Return the function that AOTAutograd calls as the backward, instead of the second graph of `contract`."""
         return taking_a_list(self._backward)
 
     def _forward(self, arguments: list[Any]) -> list[Any]:
@@ -185,11 +186,12 @@ class CalledGraph:
         arguments.clear()
         if (call := saved_calls.get(int(token))) is None:
             raise RuntimeError(AGAIN)
-        with torch.no_grad():  # torch 2.11 leaves gradients on with `create_graph`, as no argument requires one
+        # with `create_graph`, torch 2.11 leaves gradients enabled here, as no argument requires one
+        with torch.no_grad():
             return call.backward(tangents)
 
     def contract(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return two graphs, never run, that show AOTAutograd the inputs and outputs of forward and backward."""
+        """Return two graphs, never run, from which AOTAutograd reads the inputs and outputs of forward and backward."""
         joint, sizes = self._symbolic, self._sizes.inputs if self._sizes else ()
         tensors = (node.meta.get("val") for node in joint.module.graph.nodes)
         like: Any = next(value for value in tensors if isinstance(value, torch.Tensor))

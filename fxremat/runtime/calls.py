@@ -1,4 +1,4 @@
-"""The calls of graphs in a step, and what each has saved for its backward."""
+"""The graph calls of a step, for models that consist of several graphs, and what each saves for its backward."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _tokens = itertools.count(1)
 
 
 Output = tuple[int, torch.dtype]
-"""The number of elements of an output, and their type."""
+"""The number of elements of an output, and its dtype."""
 
 
 class BackwardRunner(Protocol):
-    """A runner of the backward of calls."""
+    """The object that runs the backward of graph calls."""
 
     def backward(self, call: Call, tangents: list[Any]) -> Sequence[Any]:
         """Run the backward of a call; return the gradients."""
@@ -37,40 +37,45 @@ class BackwardRunner(Protocol):
 
 @dataclass(frozen=True)
 class Moment:
-    """A border of a step: a call's "forward" begins or has "ran", its "backward" begins or has "returned"; or an "end".
+    """A point in time within a step at which memory was measured.
 
-    "loss" is the begin of the backward of the whole step, and "end" its end.
+    `kind`: "forward": the forward of a call begins; "ran": it has ended; "backward": the backward of a call
+    begins; "returned": it has ended; "loss": the backward of the whole step begins; "end": it has ended.
     """
 
     kind: str
-    node: Node | None  # of the call
+    node: Node | None  # the call in the tree of known paths, if the moment belongs to one
     border: Border
-    saved: int  # bytes that calls had saved then, without outputs
+    saved: int  # bytes that calls of graphs had saved for their backwards at this moment, without outputs
 
 
 @dataclass(eq=False)
 class Step:
-    """One forward of the model and the backward of its calls."""
+    """One forward of the model and its backward."""
 
     runner: BackwardRunner
-    node: Node  # the last call in the tree of paths
+    node: Node  # the latest graph call, as a node in the tree of known sequences of calls
     meter: Meter
-    measured: bool  # the borders and the peaks between them are measured
-    added: dict[int, int] = field(default_factory=dict)  # bytes of gradients that are there already, by parameter
+    measured: bool  # True if memory is measured at each moment, with the peaks in between
+    # id of a parameter -> bytes of its gradient, for gradients that existed before the step
+    added: dict[int, int] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
-    saved: int = 0  # bytes that calls have saved
-    in_backward: bool = False  # the first backward has begun
-    over: bool = False  # a backward has ended
+    saved: int = 0  # bytes that calls of graphs have saved for their backwards so far
+    in_backward: bool = False  # True once the first backward of a call has begun
+    over: bool = False  # True once the backward of the step has ended
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The path so far."""
+        """The calls so far, as nodes in the tree of known paths."""
         return tuple(call.node for call in self.calls)
 
     @property
     def gradients_behind(self) -> list[int]:
-        """For each call, the bytes of new gradients that the calls behind it make for parameters, each counted once."""
+        """For each call, the bytes of new parameter gradients that the backwards of later calls make.
+
+        A gradient counts for one call only.
+        """
         behind, seen, total = [], set[int](), 0
         for call in reversed(self.calls):
             behind.append(total)
@@ -83,14 +88,14 @@ class Step:
 
     @property
     def outputs_held(self) -> list[Output]:
-        """The outputs of floats that somebody holds now, and that no call has taken; [] in steps that are not measured.
+        """The floating-point outputs of calls that are still alive, and that no call took as input; [] if not measured.
         """
         given = (x for call in self.calls for x in call.primals if isinstance(x, torch.Tensor))
         taken = {storage_of(x) for x in given}
         return [output for call in self.calls for output in call.floats_held(taken)] if self.measured else []
 
     def note(self, kind: str, node: Node | None = None) -> None:
-        """Note a border, if the step is measured."""
+        """Record a moment, if the step is measured."""
         if self.measured:
             border = self.meter.border(in_backward=self.in_backward)
             saved = sum(call.program.saved for call in self.calls if call.saved is not None)
@@ -98,10 +103,11 @@ class Step:
 
     @property
     def spared(self) -> dict[Node, tuple[int, int]]:
-        """For each call, bytes that its step would have needed more if no gradient had been there when it began.
+        """For each call, the bytes that the step saved because gradients existed when it began.
 
-        When its backward begins, and behind it: autograd adds to a gradient that is there, and keeps a new one. Where
-        parameters that no graph takes get their gradients is not known; they count from the begin of the backward on.
+        They are given for the beginning and the end of the call's backward: autograd adds to an existing
+        gradient, but keeps a new one. It is not known when parameters outside of graphs get their gradients;
+        they count from the beginning of the backward on.
         """
         of_graphs = {key for call in self.calls for key in call.leaves}
         found, total = {}, sum(size for key, size in self.added.items() if key not in of_graphs)
@@ -113,10 +119,11 @@ class Step:
         return found
 
     def level(self, known: int) -> int:
-        """Return the bytes that are alive now.
+        """Return the bytes that are allocated now.
 
         Args:
-            known: bytes that belong to no call, as measured in earlier steps: used where they are not counted now.
+            known: bytes that belong to no call, as measured in earlier steps: used on devices that do not count
+                bytes.
         """
         level = self.meter.level()
         return known + self.saved if level is None else level
@@ -124,36 +131,41 @@ class Step:
 
 @dataclass(eq=False)
 class Call:
-    """A call of a graph in a step, from its forward to its backward."""
+    """One call of a graph in a step, from its forward to its backward."""
 
     step: Step
     graph: CalledGraph
     dims: Dims
     at: SizedPrograms
     node: Node
-    number: int  # of its program
+    number: int  # index of the program that runs
     emitted: Emitted
     primals: list[Any]
-    random: GeneratorStates | None  # the generators' states when it began
-    saved: list[Any] | None = None  # None: it was let go, and the forward runs again
-    own: int = 0  # bytes of what is saved
-    differentiated: bool = False  # its backward has begun
+    random: GeneratorStates | None  # states of the random generators when the call began
+    # tensors saved for the backward; None: dropped, so that the forward has to run again
+    saved: list[Any] | None = None
+    own: int = 0  # bytes of the saved tensors
+    differentiated: bool = False  # True once the backward of this call has begun
     token: int = field(default_factory=lambda: next(_tokens))
-    leaves: frozenset[int] = frozenset()  # the `id` of each parameter that it takes; known in measured steps
+    # the `id` of each parameter that this call reads; filled only in measured steps
+    leaves: frozenset[int] = frozenset()
     _versions: list[int] = field(default_factory=list)
-    _inputs: dict[int, Callable[[], bool]] = field(default_factory=dict)  # the same by input
-    _alive: dict[int, Callable[[], bool]] = field(default_factory=dict)  # by output: tells whether somebody holds it
-    _floats: dict[int, tuple[int, Output]] = field(default_factory=dict)  # by output of floats: its storage, and itself
+    # index of an input -> function that tells whether the input is still alive
+    _inputs: dict[int, Callable[[], bool]] = field(default_factory=dict)
+    # index of an output -> function that tells whether the output is still alive
+    _alive: dict[int, Callable[[], bool]] = field(default_factory=dict)
+    # index of a floating-point output -> (id of its storage, its size and dtype)
+    _floats: dict[int, tuple[int, Output]] = field(default_factory=dict)
 
     @property
     def program(self) -> CallProgram:
-        """The program that runs."""
+        """The program (order of ops with recomputations) that this call runs."""
         return self.at.programs[self.number]
 
     def keep(self, outputs: Sequence[Any], saved: list[Any]) -> torch.Tensor:
-        """Keep what the forward has saved for the backward; return the token under which autograd finds it again.
+        """Store the tensors saved for the backward on this call, and return a token tensor that stands for them.
 
-        Once nobody holds the token any more, what was saved is freed.
+        Autograd saves the token instead. The saved tensors are freed when the token is freed.
         """
         self.saved = _apart(saved, outputs)
         self.own = kept(self.program, self.at.outputs, self.node.held)
@@ -181,7 +193,7 @@ class Call:
 
     @property
     def dead_inputs(self) -> frozenset[int]:
-        """The inputs that nobody holds any more, of those whose memory is PyTorch's and of no other input."""
+        """Indices of inputs that have been freed, among those with a storage of their own allocated by PyTorch."""
         return frozenset(value for value, is_alive in self._inputs.items() if not is_alive())
 
     def _forget(self) -> None:
@@ -192,38 +204,39 @@ class Call:
 
     @property
     def held(self) -> frozenset[int]:
-        """The outputs that somebody holds now."""
+        """The outputs that are still alive."""
         return frozenset(value for value, is_alive in self._alive.items() if is_alive())
 
     def floats_held(self, taken: Set[int]) -> list[Output]:
-        """Return the outputs of floats that somebody holds now, except those in the storages `taken`."""
+        """Return the floating-point outputs that are still alive, except those whose storage is in `taken`."""
         held = (self._floats[value] for value in self.held if value in self._floats)
         return [output for storage, output in held if storage not in taken]
 
     @property
     def _read_late(self) -> list[torch.Tensor]:
-        """Inputs that the graph does not overwrite itself, and what is saved."""
+        """The tensors that the backward reads: the saved ones, and the inputs that the graph does not overwrite itself.
+        """
         given = (self.primals[place] for place in self.graph.unwritten)
         return [tensor for tensor in (*given, *(self.saved or ())) if isinstance(tensor, torch.Tensor)]
 
     @property
     def is_as_saved(self) -> bool:
-        """True if nobody has changed in place what the backward reads, since the forward ran."""
+        """True if the tensors that the backward reads have not been changed in place since the forward."""
         return [version_of(tensor) for tensor in self._read_late] == self._versions
 
     @property
     def can_let_go(self) -> bool:
-        """True if something is saved that the graph can make again from its inputs."""
+        """True if the call has saved tensors that its graph can recompute from its inputs."""
         return self.saved is not None and self.own > 0 and self.graph.runs_again
 
     def let_go(self) -> None:
-        """Free what is saved; the forward runs again before the backward."""
+        """Free the saved tensors; the forward then has to run again before the backward."""
         self.step.saved -= self.own
         self.saved, self.own = None, 0
         del self._versions[len(self._read_late) :]
 
     def free(self) -> None:
-        """Free all that the call holds: its backward runs now, or never."""
+        """Free all that the call holds, since its backward runs now, or never."""
         self.step.saved -= self.own
         self.saved, self.own, self.primals = None, 0, []
         saved_calls.pop(self.token, None)
@@ -234,9 +247,9 @@ class Call:
 
 
 def _apart(saved: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """Return what is saved, with outputs and views of them detached.
+    """Return the saved values, with outputs and views of outputs detached.
 
-    Autograd lets an output know its node, which holds the token of the call: the call would keep itself alive.
+    An output refers to its autograd node, which holds the call's token, so the call would keep itself alive.
     """
     returned = {storage_of(x) for x in outputs if isinstance(x, torch.Tensor)}
     return [x.detach() if isinstance(x, torch.Tensor) and storage_of(x) in returned else x for x in saved]

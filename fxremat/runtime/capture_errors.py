@@ -1,4 +1,4 @@
-"""Errors of capture, put so that a user can act on them.
+"""Errors of capture, rephrased so that users know what to do.
 
 CaptureError: the model is not one graph: tracing stops at net.py:12 in forward: if x.sum() > 0: (Data-dependent
 branching). Keep what depends on the values of tensors (branches, .item(), sizes) out of forward, or compile a
@@ -24,7 +24,8 @@ from fxremat.torch_private import (
     planning_error,
 )
 
-ADVICE = (  # a regular expression for the line and reason where capture stopped, and what to do; the first match counts
+# (regular expression for the source line and reason where capture stopped, what to do); the first match counts
+ADVICE = (
     ("layerdrop", "Set layerdrop to 0 in the model's config (encoder_layerdrop, decoder_layerdrop)"),
     (r"requires_grad_\(", "Call requires_grad_() on the input before the call"),
     (
@@ -48,14 +49,14 @@ ADVICE = (  # a regular expression for the line and reason where capture stopped
         "Keep what depends on the values of tensors (branches, .item(), sizes) out of forward",
     ),
 )
-"""Entries are tried in order: what matches a line of code comes before what matches the reason that tracing gives."""
+"""Patterns for the source line come before patterns for the reason that tracing gives."""
 
 
 def advice(trouble: str) -> str:
-    """Return what to do about a failed capture, in one sentence without a full stop.
+    """Return what to do about a failed capture, as one sentence without a full stop.
 
     Args:
-        trouble: the line at which tracing stopped, and its reason.
+        trouble: the source line at which tracing stopped, and its reason.
 
     >>> advice("if dropout_probability < self.layerdrop: (Data-dependent branching)")[:20]
     'Set layerdrop to 0 i'
@@ -65,10 +66,10 @@ def advice(trouble: str) -> str:
 
 
 def refuse_without_gradients(joint: Captured) -> None:
-    """Raise `CaptureError` where neither a parameter nor an input gets a gradient, so that there is no backward.
+    """Raise `CaptureError` if neither a parameter nor an input gets a gradient, so that there is no backward.
 
-    AOTAutograd returns None as the gradient of an input that autograd does not reach. Some such inputs are normal:
-    they are frozen or unused. If no input gets a gradient, a plan would be one of the forward alone.
+    AOTAutograd returns None as the gradient of an input that autograd does not reach. That is normal for frozen
+    or unused inputs, but if no input gets a gradient, the plan would consist of the forward alone.
     """
     if any(isinstance(gradient, fx.Node) for gradient in joint.backward_outputs):
         return
@@ -81,9 +82,9 @@ def refuse_without_gradients(joint: Captured) -> None:
 
 
 def submodule_error(model: nn.Module, error: Exception) -> CaptureError | None:
-    """Return an error that names the submodule because of which capture failed; None where `error` has another cause.
+    """Return an error that names the submodule because of which capture failed; None if the cause is not a submodule.
 
-    The causes are a backward hook of a submodule, and a BatchNorm with momentum=None.
+    Possible causes are a backward hook of a submodule, and a BatchNorm with momentum=None.
     """
     if "FloatTrueDiv(1.0" in str(error):
         for name, module in model.named_modules():
@@ -106,7 +107,7 @@ def submodule_error(model: nn.Module, error: Exception) -> CaptureError | None:
 
 
 def refuse_opaque(graph: fx.Graph) -> None:
-    """Raise `CaptureError` for an nn.LSTM in oneDNN's CPU kernel: only that can fill the workspace of its backward."""
+    """Raise `CaptureError` for an nn.LSTM that runs in oneDNN's CPU kernel, whose backward cannot be run separately."""
     if node := next(iter(graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default)), None):
         frame = frame_of(node)
         line = f", {frame.file}:{frame.line} in {frame.function}: {frame.code}," if frame else ""
@@ -117,10 +118,10 @@ def refuse_opaque(graph: fx.Graph) -> None:
 
 
 def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> Exception | None:
-    """Return an error that a user can act on for one that came through dynamo; None: the original is to be shown.
+    """Translate an error that came through dynamo to one that users can act on; None: show the original.
 
     Args:
-        plain_error: returns the error that the plain model raises at this call; called only where tracing stopped.
+        plain_error: returns the error that the plain model raises at this call; called only if tracing stopped.
     """
     if isinstance(error, FxrematError):
         return error
@@ -153,17 +154,17 @@ def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> 
 
 
 def is_not_one_graph(error: Exception) -> bool:
-    """Tell whether a model may be captured as several graphs after capture as one ended with this error."""
+    """Tell whether to capture a model as several graphs, after capture as one graph ended with this error."""
     if isinstance(cause := planning_error(error) or error, FxrematError):
         return isinstance(cause, CaptureError)
     return backend_failure(error) is not None or needs_data(error) or graph_break_place(error) is not None
 
 
 def _own_error(error: BaseException) -> str | None:
-    """Return as `ValueError: ...` the error that the model itself raises; None where tracing is what fails.
+    """Return, as text like `ValueError: ...`, the error that the model itself raises; None if tracing failed instead.
 
-    Dynamo reports an op that rejects its inputs as a failure on fake tensors, and an exception that the model raises
-    and does not catch as "raised exception".
+    Dynamo reports an op that rejects its inputs as a failure on fake tensors, and an exception that the model
+    raises and does not catch as "raised exception".
     """
     text = str(error)
     if inside := re.search(r"fake tensors: .* got (\w+)\(['\"](.*)['\"]\)", text):
@@ -175,7 +176,7 @@ def _own_error(error: BaseException) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of an error; for torch 2.15's "Unsupported function call (delayed)" the reason below it."""
+    """Return the first line of an error; for torch 2.15's "Unsupported function call (delayed)", its reason."""
     text = str(error).strip()
     if text.startswith("Unsupported function call (delayed)") and (reason := re.search(r"Reason: ([^.\n]+)", text)):
         return reason[1]

@@ -1,4 +1,4 @@
-"""Two graphs, never run, that show AOTAutograd what the forward and the backward of a captured step take and return."""
+"""Graphs, never run, from which AOTAutograd reads the inputs and outputs of the functions that really run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 
 class Contract:
-    """A graph with the inputs and outputs of another function, for AOTAutograd to read; its ops compute nothing."""
+    """A graph with the inputs and outputs of another function, for AOTAutograd to read; it is never run."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -21,7 +21,7 @@ class Contract:
         """Add an input.
 
         Args:
-            node: the node of the joint graph that it stands for; None: an input that the joint graph does not have.
+            node: the node of the joint graph that the input stands for; None if there is none.
         """
         made = self.graph.placeholder(name)
         made.meta = dict(meta)
@@ -29,13 +29,13 @@ class Contract:
             self.nodes[node] = made
 
     def new(self, value: Any, meta: dict[str, Any] | None = None) -> fx.Node:
-        """Add an op with `value` as the fake result in its metadata."""
+        """Add an op that computes nothing, with `value` as its fake result."""
         made = self.graph.call_function(aten.empty.memory_format, ([0],))
         made.meta = {**(meta or {}), "val": value}
         return made
 
     def made(self, node: object) -> Any:
-        """Return a node that stands for an output of the joint graph; a constant is returned as it is."""
+        """Return this graph's node for a node of the joint graph; a constant is returned as it is."""
         if not isinstance(node, fx.Node):
             return node
         return self.nodes[node] if node in self.nodes else self.new(node.meta.get("val"), node.meta)

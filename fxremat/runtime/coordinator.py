@@ -1,14 +1,14 @@
-"""The coordinator of a model that is several graphs: it hands a program to every call of a step, within one budget.
+"""The coordinator of a model that consists of several graphs: it chooses how each call runs, within one budget.
 
-    forward of the model      `step()`: plans if there is something new, and begins a step
-    call of a graph           runs the program that the plan has for it; what it saves stays here, under a token
-    backward of a call        found by its token; what was let go is made first, by running its forward again
-    end of the backward       what was measured goes into the tree of paths (`planning.paths`)
+    forward of the model      `step()`: plans if something new was measured, and begins a step
+    call of a graph           runs the program planned for it; its saved tensors are kept here, under a token
+    backward of a call        found by its token; if its saved tensors were dropped, its forward runs again
+    end of the backward       what was measured is stored in the tree of known call sequences (`planning.paths`)
 
-A call that no plan knows runs the program that saves nothing. So the first step shows the least peak, and measures what
-is alive that belongs to no call, which is the same under any plan. Before each forward and each backward, the bytes
-alive and those that it needs are compared with the budget; where they exceed it, calls let go of what they saved, those
-first whose backward comes last.
+A call that no plan knows runs the program that saves nothing. So the first step shows the least peak, and
+measures the memory that belongs to no call, which is the same under any plan. Before each forward and each
+backward, the allocated bytes plus those that it needs are compared with the budget; if they exceed it, calls
+drop their saved tensors, starting with those whose backward comes last.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from fxremat.torch_private import (
     storage_watch,
 )
 
-SETTLED = 2  # steps in a row that are measured without anything new; then no more steps are measured
-MOST_IN_VAIN = 8  # steps that are measured in a row although their backward cannot be
+SETTLED = 2  # number of consecutive steps with nothing new measured, after which steps are no longer measured
+MOST_IN_VAIN = 8  # number of consecutive steps that could not be measured after which measuring is given up
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: an input or an "
     "output of a graph that fxremat runs, whose backward needs it as it was"
@@ -56,13 +56,13 @@ MODIFIED = (
 
 
 class Coordinator:
-    """A runner of the calls of a model that is several graphs.
+    """The object that runs all graph calls of a model that consists of several graphs.
 
     Args:
         model: the name of the model's class.
-        broken_at: the line where the first graph ends, for reports.
+        broken_at: the source line where the first graph ends, for reports.
         device: the device that the model computes on.
-        parameters: returns the model's parameters with their names; a name that is not known is "".
+        parameters: returns the model's parameters with their names; "" for an unknown name.
     """
 
     def __init__(
@@ -76,22 +76,22 @@ class Coordinator:
         self.plans = PathPlans(options, model, broken_at, device)
         self.device, self._parameters = device, parameters
         self._gradients = options.loss_outside.gradients
-        self.steps = 0  # that have begun
+        self.steps = 0  # number of steps that have begun
         self._step: Step | None = None
         self._unsettled, self._in_vain = SETTLED, 0
 
     @property
     def plan(self) -> PlanOfGraphs | None:
-        """The plan for the path of the last step; None before the first step has ended, or if none fits."""
-        with contextlib.suppress(BudgetTooSmall):  # the next step raises it
+        """The plan for the last step's sequence of calls; None before the first step has ended, or if none fits."""
+        with contextlib.suppress(BudgetTooSmall):  # if nothing fits, the next step raises the error
             self.settle()
         return self.plans.plan
 
     def settle(self) -> None:
-        """Plan with what the last step has shown, if its backward is over.
+        """Plan with what was measured in the last step, if its backward has ended.
 
         Raises:
-            BudgetTooSmall: its path does not fit into the budget.
+            BudgetTooSmall: the step's sequence of calls does not fit into the budget.
         """
         if self._step is not None and self._step.over:
             self._end()
@@ -99,15 +99,15 @@ class Coordinator:
 
     @property
     def has_graphs(self) -> bool:
-        """True if some step has called a graph."""
+        """True if a step has called a captured graph."""
         return bool(self.plans.root.children)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Begin a step; graphs that are called in this context belong to it.
+        """Within this context, graphs that are called belong to one training step.
 
         Raises:
-            BudgetTooSmall: the path of the last step does not fit into the budget; nothing has run.
+            BudgetTooSmall: the last step's sequence of calls does not fit into the budget; nothing has run.
         """
         self._end()
         self.plans.renew()
@@ -129,13 +129,13 @@ class Coordinator:
             self._end()
 
     def ignore_step(self) -> None:
-        """Learn nothing from the memory of the present step, which does what no plan knows."""
+        """Do not use measurements of the current step, since it runs ops that no plan contains."""
         if self._step is not None and self._step.measured:
             self._step.measured = False
             self._in_vain += 1
 
     def _abandon(self) -> None:
-        """End a step that failed; what its calls have saved is freed."""
+        """End a step that failed, and free the tensors that its calls have saved."""
         step, self._step = self._step, None
         if step is not None:
             step.meter.end()
@@ -143,45 +143,48 @@ class Coordinator:
                 call.free()
 
     def leave(self, outputs: Iterable[Output]) -> None:
-        """Note that the forward of the model has returned these outputs, of those that need a gradient.
+        """Record the end of the model's forward; `outputs` are the outputs that need a gradient.
 
         Raises:
-            BudgetTooSmall: the backward cannot fit, as far as it is known.
+            BudgetTooSmall: the backward cannot fit, by what is known of it.
         """
         if self._step is not None:
             if not all(call.node.measured for call in self._step.calls):
                 self.plans.check_backward(self._step.nodes, self._step.gradients_behind)
             trained = [*outputs]
             losses = [(count, dtype) for count, dtype in trained if count == 1]
-            if losses and self._gradients == "loss":  # others that a model returns beside its loss get no gradient
+            # gradients are expected only for the loss, not for the model's other outputs
+            if losses and self._gradients == "loss":
                 trained = losses
             self._step.meter.leave(sum(assumed_for(count, dtype) for count, dtype in trained))
 
     def leave_with_what_is_held(self) -> None:
-        """Note that the forward is over; its outputs are those of graphs that somebody holds and no graph took."""
+        """Record the end of the model's forward.
+
+        Its outputs are taken to be graph outputs alive that no other graph read.
+        """
         self.leave(self._step.outputs_held if self._step is not None else ())
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which graphs are captured and measured: what is allocated there belongs to no step."""
+        """Return a context in which graphs are captured and measured; its allocations do not count for the step."""
         return self._step.meter.paused() if self._step is not None else contextlib.nullcontext()
 
     def order_of(self, graph: Captured) -> Callable[[], Sequence[int]] | None:
-        """Return a function for the order in which the ops of a graph are measured, so that they fit into what is free.
+        """Return a function for the order in which a graph's ops are measured, such that they fit into the free memory.
 
-        None: the order of the graph, as the budget is not known yet.
+        None: the captured order, as the budget is not known yet.
         """
         if (mem := self.plans.mem) is None:
             return None
         level = self._step.level(0) if self._step is not None else 0
         return partial(order_within_limit, CapturedGraph(graph=graph), Limit(known=max(1, mem - level)))
 
-    # --- forward ---
 
     def forward(self, graph: CalledGraph, dims: Dims, primals: list[Any]) -> tuple[list[Any], torch.Tensor]:
-        """Run the forward of a call; return its outputs and its token.
+        """Run the forward of a graph call; return its outputs and the token that stands for its saved tensors.
 
         Raises:
-            BudgetTooSmall: it does not fit into the budget, whatever is let go.
+            BudgetTooSmall: it does not fit into the budget, even if all calls drop their saved tensors.
         """
         step = self._step
         assert step is not None, "a graph was called outside of a step"
@@ -207,15 +210,15 @@ class Coordinator:
         return outputs, token
 
     def _make_room(self, step: Step, known: int, need: int, node: Node, keep: Call | None = None) -> None:
-        """Let calls go until `need` bytes fit; `keep` is not let go.
+        """Make graph calls free their saved tensors until `need` more bytes fit; only the call `keep` keeps them.
 
         Args:
             known: bytes that belong to no call now, as measured in earlier steps.
-            node: the call that needs them.
+            node: the call that needs the bytes.
 
         Raises:
-            BudgetTooSmall: they do not fit, whatever is let go. Not raised for a budget that is a share of what the
-                steps need: it grows with that, when the next step begins.
+            BudgetTooSmall: they do not fit even then. Not raised for a budget in percent or "min", which grows with
+                what the steps need, when the next step begins.
         """
         if (mem := self.plans.mem) is None:
             return
@@ -229,21 +232,22 @@ class Coordinator:
             return
         if not self.plans.is_share:
             raise self.plans.refusal(step.nodes, node, needed, step.gradients_behind)
-        self._unsettled, self._in_vain = SETTLED, 0  # such steps need more than was known: they are measured again
+        # measure the next steps again, since this step needed more memory than was known
+        self._unsettled, self._in_vain = SETTLED, 0
 
     def _let_go(self, call: Call) -> None:
-        """Let a call free what it saved; the next steps are measured again, as this one needs more than was known."""
+        """Make a graph call free its saved tensors, and measure the next steps again, since this one needs more memory.
+        """
         call.let_go()
         self._unsettled = SETTLED
 
-    # --- backward ---
 
     def backward(self, call: Call, tangents: list[Any]) -> Sequence[Any]:
         """Run the backward of a call; return the gradients.
 
         Raises:
-            BudgetTooSmall: it does not fit into the budget, whatever is let go.
-            RuntimeError: what it reads was changed in place, as autograd raises it.
+            BudgetTooSmall: it does not fit into the budget, even if all other calls drop their saved tensors.
+            RuntimeError: a tensor that it reads was changed in place, as autograd raises it.
         """
         step, node = call.step, call.node
         unused, again = unused_outputs(), backward_keeps_graph()
@@ -275,25 +279,28 @@ class Coordinator:
         gradients = call.graph.run_backward(emitted, call.dims, saved, tangents)
         if step.measured and not again:
             node.free(call.dead_inputs)
-            if not holds_gradients():  # else they are counted as held already
+            if not holds_gradients():  # in other versions of PyTorch these gradients are counted already
                 node.shared = max(node.shared, sum(size for is_alive, size in given if is_alive()))
         step.note("returned", node)
         return without(gradients, call.graph.outputs_needed, unused)
 
     def _fits(self, call: Call) -> bool:
-        """Tell whether the backward of a call fits if all other calls let go."""
+        """Tell whether the backward of a graph call fits if all other calls free their saved tensors."""
         if (mem := self.plans.mem) is None:
             return True
         others = sum(other.own for other in call.step.calls if other is not call and other.can_let_go)
         return call.step.level(call.node.back) - others + call.node.backward(call.program) <= mem
 
     def _is_less_again(self, call: Call) -> bool:
-        """Tell whether the backward of a call needs less if the call lets go, and runs its forward again."""
+        """Tell whether a graph call needs less memory if it frees its saved tensors and reruns its forward."""
         again = min(_need_again(call, program) for program in call.at.programs)
         return again - call.own < call.node.backward(call.program)
 
     def _run_again(self, call: Call) -> tuple[Emitted, list[Any]]:
-        """Run the forward of a call again, by the fastest program that fits now; return that, and what it saved."""
+        """Run the forward of a graph call again, by the fastest program that fits now.
+
+        Return its graphs and saved tensors.
+        """
         step, node, at, mem = call.step, call.node, call.at, self.plans.mem
         need, level = partial(_need_again, call), step.level(node.back)
         fitting = (p for p in at.programs if mem is None or level + need(p) <= mem)
@@ -304,16 +311,15 @@ class Coordinator:
             _, saved = call.graph.run_forward(emitted, call.dims, list(call.primals))
         return emitted, saved
 
-    # --- the end of a step ---
 
     def _returned(self, step: Step) -> None:
-        """Note the end of a backward."""
+        """Record the end of a step's backward."""
         if not step.over:
             step.note("end")
         step.over = True
 
     def _end(self) -> None:
-        """End the last step: what it has shown goes into the tree of paths."""
+        """End the last step: add its measurements to the tree of known sequences of calls."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -337,13 +343,13 @@ class Coordinator:
 
 
 def _need_again(call: Call, program: CallProgram) -> int:
-    """Return the bytes that a forward and the backward need by a program, when the backward of a call begins."""
+    """Return the bytes that rerunning a call's forward by `program`, and then its backward, need."""
     made = sum(call.at.outputs.values())
     return max(program.forward, program.saved + made + call.node.backward(program))
 
 
 def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:
-    """Return what a step has shown of each call on its path, and whether all of it is exact."""
+    """Return the numbers measured for each call of a step, and whether all of them are exact."""
     numbers: dict[Node, Numbers] = {}
     spared = step.spared
     exact = step.moments[-1].kind == "end"
@@ -364,6 +370,7 @@ def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:
             if moment.kind == "ran":
                 here["after"] = most - moment.saved
                 continue
-            before, total = spared[moment.node]  # most is needed while autograd has the gradients still to add
+            # the peak occurs before autograd has added new gradients to existing ones
+            before, total = spared[moment.node]
             here["behind"] = max(most + before, following.border.level + total) - moment.saved
     return numbers, exact

@@ -1,8 +1,8 @@
-"""`fxremat.fully_shard`, which divides the parameters of a model among ranks, or keeps equal copies on all of them.
+"""`fxremat.fully_shard`, which shards the parameters of a model over ranks, or replicates them.
 
-sharded       `torch.distributed.fsdp.fully_shard` on every layer and on the model: optimizer, checkpoints and eval are
-              those of FSDP2, and fxremat.compile reads from the model how it is sharded
-replicated    parameters stay as they are; fxremat.compile averages their gradients inside of the backward
+    sharded       `torch.distributed.fsdp.fully_shard` on every layer and on the model: optimizer, checkpoints and eval
+                  work as with FSDP2, and fxremat.compile reads from the model how it is sharded
+    replicated    parameters stay as they are; fxremat.compile averages their gradients within the backward
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ def fully_shard(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Share the parameters of a model among ranks, in place, before `fxremat.compile` and before the optimizer is made.
+    """Shard the parameters of a model over ranks, in place, before `fxremat.compile` and before making the optimizer.
 
-    Afterwards each parameter is a DTensor, cut along its first dimension, as torch's own `fully_shard` makes it: this
-    is that function called on every layer of the model (an element of an `nn.ModuleList` or `nn.Sequential`) and on the
-    model itself. A model on which torch's function was called already is compiled as it is.
+    Afterwards each parameter is a DTensor, sharded along its first dimension: torch's own `fully_shard` is
+    called on every layer of the model (an element of an `nn.ModuleList` or `nn.Sequential`) and on the model
+    itself. If the user has called torch's function on the model already, this function is not needed.
 
     Args:
-        mesh: the ranks. If it has two dimensions, parameters are cut over the second one and replicated over the first
-            (hybrid sharding). None: all ranks.
-        replicate: every rank keeps all parameters, and gradients are averaged while the backward runs, as
+        mesh: the ranks. If it has two dimensions, parameters are sharded over the second one and replicated over the
+            first (hybrid sharding). None: all ranks.
+        replicate: True: every rank keeps all parameters, and gradients are averaged while the backward runs, as
             DistributedDataParallel does. Parameters and buffers become those of the first rank.
-        param_dtype: the type to compute in, such as torch.bfloat16; the parameters themselves keep their type. None:
-            the type of each parameter.
-        reduce_dtype: the type to add gradients up in. None: the type of the gradients.
+        param_dtype: the dtype to compute in, such as torch.bfloat16; the parameters themselves keep their dtype.
+            None: the dtype of each parameter.
+        reduce_dtype: the dtype in which gradients are added up. None: the dtype of the gradients.
 
     Returns:
         the model.
@@ -82,9 +82,9 @@ def _checked(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost elements of each nn.ModuleList and nn.Sequential that have parameters of their own.
+    """Yield outermost elements of nn.ModuleList and nn.Sequential.
 
-    An element that shares a parameter with a module outside of it is left out.
+    Elements without parameters, or that share one with a module outside of them, are left out.
     """
     owners: dict[int, int] = {}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""A check that a step computes on one device: an accelerator, or the CPU."""
+"""Check that a training step runs on one device: an accelerator, or the CPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fxremat.graphs.nodes import is_random, tensors_of
 def check_devices(joint: Captured) -> None:
     """Raise `FxrematError` unless the step runs on one device that fxremat can measure and replay.
 
-    If it runs on an accelerator, tensors on the CPU (scalars, small masks) do not count as a second device; a trained
-    parameter there does.
+    CPU tensors (scalars, small masks) in a step on an accelerator do not count as a second device, but trained
+    parameters do.
     """
     found: dict[torch.device, str] = {}
     for node in joint.module.graph.nodes:
@@ -49,7 +49,7 @@ def check_devices(joint: Captured) -> None:
 
 
 def _check_random(joint: Captured) -> None:
-    """Raise `FxrematError` where an op draws random numbers on a device that cannot draw the same ones again."""
+    """Raise `FxrematError` if an op draws random numbers on a device whose generator state cannot be restored."""
     for node in joint.module.graph.nodes:
         if is_random(node):
             for tensor in tensors_of(node):

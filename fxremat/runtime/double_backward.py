@@ -1,14 +1,14 @@
 """Gradients of gradients: a backward with `create_graph=True` runs the captured graph again as plain PyTorch.
 
-A gradient penalty (WGAN-GP) and forces from an energy differentiate gradients. Those that a planned backward returns
-cannot be differentiated. So here
+A gradient penalty (WGAN-GP) and forces from an energy differentiate gradients. Those that a planned backward
+returns cannot be differentiated. So here
 
-    call        hooks on the outputs and on the autograd node of the planned step; nothing is kept alive
-    backward    without `create_graph` the hooks do nothing
-                with it they take the gradients of the outputs, run the captured graph as plain PyTorch on the inputs of
-                the call, with the same random numbers, and return gradients that autograd can differentiate
+    call        sets hooks on the outputs and on the autograd node of the planned step, which keep nothing alive
+    backward    without `create_graph` the hooks do nothing; with it they take the gradients of the outputs, run the
+                captured graph as plain PyTorch on the inputs of the call, with the same random numbers, and return
+                gradients that autograd can differentiate
 
-Such a step has no budget. All others are as planned.
+Such a step has no budget. All others run as planned.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ REFUSED = (
 
 @dataclass(frozen=True)
 class Rerun:
-    """The facts that a second run of a captured graph depends on."""
+    """What is known about running a captured graph a second time."""
 
-    draws: bool  # it draws random numbers
-    refusal: str = ""  # the reason why it cannot run again
+    draws: bool  # True if the graph draws random numbers
+    refusal: str = ""  # the reason why the graph cannot be run a second time; "": it can
 
 
 class TwiceDifferentiable:
@@ -54,7 +54,7 @@ class TwiceDifferentiable:
     Args:
         step: the compiled step.
         plain: the graph that it was compiled from.
-        rerun: what is known of that graph.
+        rerun: whether and how that graph can run again.
         tell: called before it runs again.
     """
 
@@ -75,7 +75,7 @@ class TwiceDifferentiable:
 
 
 def _compiled_node(nodes: Iterable[Any]) -> Any:
-    """Return the autograd node of a compiled step, behind which AOTAutograd may have put views; None if it has none."""
+    """Return the autograd node of a compiled step, even behind views that AOTAutograd adds; None if there is none."""
     level = list(nodes)
     for _ in range(4):
         if (found := next(filter(is_compiled_backward, level), None)) is not None:
@@ -85,19 +85,20 @@ def _compiled_node(nodes: Iterable[Any]) -> Any:
 
 
 class _Call:
-    """A call of a `TwiceDifferentiable`: weak references to its inputs, and the state around it."""
+    """One call of a `TwiceDifferentiable`: weak references to its inputs, and the state of generators and autocast."""
 
     def __init__(self, step: TwiceDifferentiable, inputs: Sequence[Any]) -> None:
         self.step = step
         self.inputs = [weakref.ref(x) if isinstance(x, Tensor) else x for x in inputs]
         self.state = CallState((x for x in inputs if isinstance(x, Tensor)), draws=step.rerun.draws)
-        self.versions = self._versions()  # of the inputs, as long as the forward does not write to them
-        self.node: Callable[[], Any] = lambda: None  # returns the autograd node of the step while it is alive
-        self._hook: Any = None  # on that node, from the first of the tangents on
-        self.tangents: dict[int, Tensor] = {}  # by position of the output
+        # version counters of the inputs; None for inputs that the forward itself writes to
+        self.versions = self._versions()
+        self.node: Callable[[], Any] = lambda: None  # weak reference to the autograd node of the step
+        self._hook: Any = None  # hook on that node, set when the first gradient of an output arrives
+        self.tangents: dict[int, Tensor] = {}  # position of an output -> its gradient
 
     def connect(self, node: Any) -> None:
-        """Note the autograd node of the step, whose forward has run."""
+        """Store the autograd node of the step after its forward has run."""
         now = self._versions()
         self.versions = [before if before == after else None for before, after in zip(self.versions, now, strict=True)]
         self.node = weakref.ref(node)
@@ -106,19 +107,19 @@ class _Call:
         return [version_of(x) if isinstance(x, Tensor) else None for x in self._given()]
 
     def _given(self) -> list[Any]:
-        """Return the inputs; None for those that nobody holds any more."""
+        """Return the inputs of the forward, with None for inputs that have been freed."""
         return [x() if isinstance(x, weakref.ref) else x for x in self.inputs]
 
     def take(self, position: int, gradient: Tensor) -> None:
-        """Note the gradient of an output, if gradients are going to be differentiated."""
+        """Store the gradient of an output, if the backward has `create_graph=True`."""
         if not torch.is_grad_enabled():
             return
-        if not self.tangents:  # only now, as a hook keeps the gradients of all outputs alive while the backward runs
+        if not self.tangents:  # set only now, since a hook keeps the gradients of all outputs alive during the backward
             self._hook = self.node().register_hook(self._differentiable)
         self.tangents[position] = gradient
 
     def _differentiable(self, _: Sequence[Tensor | None], __: Sequence[Any]) -> Sequence[Tensor | None]:
-        """Return gradients that autograd can differentiate, in place of the planned ones.
+        """Return gradients that autograd can differentiate, to replace the planned ones.
 
         Raises:
             CaptureError: the step cannot run again.
@@ -147,7 +148,8 @@ class _Call:
         return tuple(gradients)
 
     def _inputs_again(self) -> list[Any]:
-        """Return the inputs for the second run; those without gradient, to which the step may write, are copies."""
+        """Return the inputs for the second run; inputs that need no gradient are copied, as the step may write to them.
+        """
         if self.step.rerun.refusal:
             raise CaptureError(REFUSED.format(reason=self.step.rerun.refusal))
         given = self._given()

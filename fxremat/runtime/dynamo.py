@@ -1,7 +1,7 @@
-"""The dynamo backend: torch.compile captures, AOTAutograd differentiates, our partition function plans and rewrites.
+"""The dynamo backend: torch.compile captures, AOTAutograd differentiates, and its partition function plans the step.
 
-torch.compile(model, backend="fxremat", options={"mem": "4GiB"})
-fxremat.compile(model, mem="4GiB")                                     the same, as a drop-in module
+    torch.compile(model, backend="fxremat", options={"mem": "4GiB"})
+    fxremat.compile(model, mem="4GiB")                                     the same, as a drop-in module
 """
 
 from __future__ import annotations
@@ -96,42 +96,44 @@ from fxremat.transfers.network import communicates
 from fxremat.units import Auto, format_bytes
 
 log = logging.getLogger(__name__)
-KEPT_PLANS = 8  # the latest plans, which the user can read
-MOST_TRACES = 4  # traces of one step at most; each knows the strides that were seen when ops were measured before
-GAIN = 1.01  # a step is planned again if recomputation makes it slower than keep-all by this factor, and the loss needs
-# less than was set aside, by the same part of the budget (1 %)
-MANY_SIZES = 3  # at this many combinations of input sizes a warning says what each new one costs
+KEPT_PLANS = 8  # this many of the latest plans can be read by users
+# a step is traced at most so often; each trace uses the real strides that were measured after the last one
+MOST_TRACES = 4
+# A step is planned again only if recomputation makes it slower than keeping everything by this factor, and the
+# loss needs less memory than was reserved for it, by more than GAIN - 1 of the budget.
+GAIN = 1.01
+MANY_SIZES = 3  # after this many combinations of input sizes a warning says what each new one costs
 
 
 class Until(Enum):
-    """The stage up to which a training call goes."""
+    """The stage at which a training call ends."""
 
-    CAPTURED = "captured"  # ends when the step is captured and measured; the next call captures again
-    PLANNED = "planned"  # ends before the forward runs; the next call runs the plan
+    CAPTURED = "captured"  # the call ends when the step is captured and measured; the next call captures again
+    PLANNED = "planned"  # the call ends before the forward runs; the next call runs the plan
     RUN = "run"
 
 
 class Reached(FxrematError):
-    """A signal, no failure, that ends a training call at the stage that was asked for."""
+    """Raised to end a training call at the requested stage; not a failure."""
 
     def __init__(self, step: CapturedStep | None = None) -> None:
         super().__init__("the call was to go no further")
-        self.step = step  # the captured step if the call ended at CAPTURED
+        self.step = step  # the captured step, if the call ended at CAPTURED
 
 
 class Backend:
     """A dynamo backend that plans every joint graph that dynamo captures.
 
     Attributes:
-        plans: the latest plans, newest last; older ones go on running, but cannot be read any more.
+        plans: the latest plans, newest last; older ones go on running, but are not in the list any more.
         until: the stage at which calls end; those that end before they run raise `Reached`.
         outdated: True if the next call has to capture the model again.
         model: the name of the model's class, for reports.
-        target: the device whose kernels are captured instead of a CPU's, where plans are only looked at.
+        target: the device whose kernels are captured instead of a CPU's, for plans that are not run.
         input_names: the names of the model's inputs that may be passed by position, in order.
         tied: for parameters with several names, a map from the other names to the one in `named_parameters()`.
         weights: the optimizer's parameters, if the step updates them; None before the first call, or if it does not.
-        coordinator: runs the graphs of a model that is several of them; None: each graph is a whole step.
+        coordinator: runs the graphs of a model that consists of several; None: each graph is an entire step.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Backend:
         model: str = "model",
         tied: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        if options.plan is None:  # a plan from a file needs no kernels to be made
+        if options.plan is None:  # a plan from a file needs no solvers, which `begin` compiles
             kernels.begin()
         self.model, self.tied = model, tied
         self.options = options
@@ -150,18 +152,20 @@ class Backend:
         self.input_names = tuple(names)
         self.plans: deque[Plan] = deque(maxlen=KEPT_PLANS)
         self.until = Until.RUN
-        self.outdated = False  # as the loss takes more memory than planned, or less memory is free
+        self.outdated = False  # True if the loss takes more memory than planned, or less memory is free than before
         self.weights: Weights | None = None
         self.coordinator: Coordinator | None = None
-        self.hosted: frozenset[int] = frozenset()  # parameters that live on the host, by their number in the optimizer
-        self._layouts: dict[str, Strides] = {}  # strides seen where ops were measured, by `cost.layouts.key_of`
-        self._any_layout = False  # the backward that is being compiled accepts gradients of any strides
-        self._fixed = False  # each combination of sizes is captured by itself
-        self._called_with: set[str] = set()  # the combinations of input sizes that were planned for
-        self._rerun: Rerun | None = None  # of the graph that is being compiled; None: it has no backward
-        self._names: list[str | None] = []  # parameter names of the captured graph's inputs; None for other inputs
-        self._inputs: Sequence[Any] = ()  # what the graph that is being compiled was called with
-        self._placeholders: Sequence[fx.Node] = ()  # the inputs of that graph, as dynamo captured it
+        self.hosted: frozenset[int] = frozenset()  # indices in the optimizer of the parameters that live on the host
+        # key of a call (see `cost.layouts.key_of`) -> strides that were measured
+        self._layouts: dict[str, Strides] = {}
+        self._any_layout = False  # True if the backward that is being compiled accepts gradients of any strides
+        self._fixed = False  # True if each combination of input sizes is captured separately
+        self._called_with: set[str] = set()  # the combinations of input sizes that were planned for, as text
+        # how the graph that is being compiled can run again; None if it has no backward
+        self._rerun: Rerun | None = None
+        self._names: list[str | None] = []  # for each input of the captured graph, its parameter name, or None
+        self._inputs: Sequence[Any] = ()  # the arguments for which a graph is being compiled
+        self._placeholders: Sequence[fx.Node] = ()  # the placeholders of dynamo's graph that is being compiled
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Return a compiled function for a captured graph. Raises `CaptureError` for sizes that depend on data."""
@@ -200,7 +204,7 @@ class Backend:
             with telling(f"capturing {self.model}"):
                 compiled = self._traced(lambda: backend(module, _to_trace(placeholders, inputs)), inputs)
         finally:
-            self._inputs = ()  # dynamo keeps backends alive, and they must not keep the model alive
+            self._inputs = ()  # dynamo keeps backends alive, which must not keep the model alive
             self._placeholders = ()
         if len(self._called_with) > before and self.until is Until.RUN:
             self._warn_of_many(time.monotonic() - began)
@@ -212,10 +216,10 @@ class Backend:
         return telling_unused(compiled, trained) if len(trained) > 1 else compiled
 
     def _traced(self, trace: Callable[[], Callable[..., Any]], inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return the compiled step; trace it again as long as measuring finds other strides than it was traced with.
+        """Return the compiled step; trace it again while measured strides differ from those that it was traced with.
 
         Raises:
-            LayoutsDiffer: they differ after `MOST_TRACES` traces too.
+            LayoutsDiffer: they still differ after `MOST_TRACES` traces.
         """
         for _ in range(MOST_TRACES):
             try:
@@ -227,13 +231,14 @@ class Backend:
         raise differing
 
     def learn(self, differing: LayoutsDiffer) -> None:
-        """Remember the real strides of results, for when the step is traced again."""
+        """Store real strides of results, for tracing the step again."""
         log.info("tracing again: results of %s lie otherwise than fake tensors tell", ", ".join(differing.ops))
         self._layouts |= differing.observed
 
     @contextlib.contextmanager
     def _as_it_runs(self, inputs: Sequence[Any]) -> Iterator[None]:
-        """Trace results with their real strides inside this context, and gradients as eager PyTorch computes them."""
+        """Within this context, trace op results with their real strides, and gradients as eager PyTorch computes them.
+        """
         cpu = self.target is None or not self.target.cuda
         layouts = real_layouts(self._layouts, cpu=cpu, compiled=self.options.compiles)
         cudnn = contextlib.nullcontext() if self.options.compiles else batch_norms_of_cudnn()
@@ -241,7 +246,7 @@ class Backend:
             yield
 
     def _take_loss(self, loss: MeasuredLoss) -> None:
-        """Plan again at the next call if a loss outside the model needs more memory than planned, or usefully less."""
+        """Plan again at the next call if a loss outside the model needs more memory than planned, or much less."""
         plan = self.plans[-1]
         known = self.options.loss_seen
         planned = self.options.loss_outside.size or math.ceil(loss.assumed * (known.peak if known else 1))
@@ -266,7 +271,7 @@ class Backend:
         )
 
     def look_at_free_memory(self) -> None:
-        """Plan again at this call if mem="auto" has become less since the last plan.
+        """Plan again at this call if the budget is "auto", and less memory is free than at the last plan.
 
         In a job of several ranks plans stay, since all ranks must have the same.
         """
@@ -280,12 +285,12 @@ class Backend:
             self.outdated = True
 
     def take_sizes_as_fixed(self, reason: BaseException | None = None) -> None:
-        """Capture every combination of input sizes by itself from now on, and report that with its reason, if any."""
+        """Capture every combination of input sizes separately from now on, and report that with its reason, if any."""
         self._fixed = True
         warn_of_fixed(self.options, reason)
 
     def _warn_of_many(self, seconds: float) -> None:
-        """Log, once, what each further combination of input sizes will cost."""
+        """Warn once, after `MANY_SIZES` combinations of input sizes, what each further one will cost."""
         if len(self._called_with) == MANY_SIZES:
             log.warning(
                 "this model was planned for %d combinations of input sizes one by one, the last in %.1f s; every new "
@@ -298,7 +303,7 @@ class Backend:
             )
 
     def _kernels(self, inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a step on a CPU is captured with the CUDA ops of the target; else an empty one."""
+        """Return a context that captures a step on a CPU with the CUDA ops of the target device, if there is one."""
         elsewhere = all(tensor.device.type == "cpu" for tensor in inputs if isinstance(tensor, torch.Tensor))
         if self.target is None or not (self.target.cuda and elsewhere):
             return contextlib.nullcontext()
@@ -308,7 +313,7 @@ class Backend:
         """Return the optimizer's parameters, if the step updates them; None if it does not.
 
         Args:
-            tensors: the inputs and parameters of a call; the model computes on the device that they are on.
+            tensors: the inputs and parameters of a call, which show the device that the model computes on.
         """
         optimizer = self.options.stepping
         if optimizer is not None and self.weights is None:
@@ -351,7 +356,7 @@ class Backend:
         graph = SymbolicGraph(module, num_fwd_outputs) if has_symbolic_sizes(module.graph) else None
         joint = graph.now() if graph else read_joint(module, num_fwd_outputs)
         if graph and not graph.inputs:
-            graph = None  # all sizes turned out to be fixed
+            graph = None  # all sizes have turned out to be fixed
         self._rerun = self._rerun_of(joint)
         if self.coordinator is not None:
             made[:] = [called := self._called(graph, joint, self.coordinator)]
@@ -384,7 +389,7 @@ class Backend:
         return plan.graphs
 
     def _unplanned(self) -> None:
-        """Note that a backward runs ops that no plan has."""
+        """Record that a backward runs ops that no plan contains."""
         if self.coordinator is not None:
             self.coordinator.ignore_step()
 
@@ -397,11 +402,11 @@ class Backend:
         return Rerun(draws=any(op.random for op in joint.ops), refusal=refusal)
 
     def _called(self, graph: SymbolicGraph | None, joint: Captured, coordinator: Coordinator) -> CalledGraph:
-        """Return a graph of a model that is several of them, measured and with its programs.
+        """Measure one of several graphs of a model, find the ways to run it, and return it.
 
         Raises:
             FxrematError: it communicates with other ranks.
-            NotSymbolic: some results lie otherwise than traced; the graph is then captured with fixed sizes.
+            NotSymbolic: results have other strides than traced; the graph is then captured with fixed sizes.
         """
         if communicates(joint):
             raise FxrematError("a model that communicates with other ranks in its forward has to be one graph")
@@ -425,10 +430,10 @@ class Backend:
         """Measure a step that is only captured, and check that results have the strides that they were traced with.
 
         Raises:
-            LayoutsDiffer: some results have other strides; the step is to be traced again.
+            LayoutsDiffer: some results have other strides, so the step has to be traced again.
             NotSymbolic: the same in a step of symbolic sizes, which is then captured with fixed sizes.
         """
-        kernels.ready()  # before anything is measured: a compiler at work would disturb that
+        kernels.ready()  # waits for the numba compilers in other processes, which would disturb the measurements below
         try:
             facts_of(step, self.options, partial(order_within_limit, step, limit_of(step, self.options)))
         except LayoutsDiffer as error:
@@ -438,7 +443,7 @@ class Backend:
             raise NotSymbolic("a result that lies otherwise than traced") from None
 
     def _passes(self) -> Sequence[str]:
-        """Return the names of the passes for a captured graph; they depend on the kernels that will run it."""
+        """Return the names of the passes to run on a captured graph; they depend on the kernels that will run it."""
         if (inductor := self.options.inductor) is None:
             return self._eager_passes()
         devices = [tensor.device for tensor in self._inputs if isinstance(tensor, torch.Tensor)]
@@ -448,13 +453,14 @@ class Backend:
     def _eager_passes(self) -> Sequence[str]:
         """Return the names of the passes for PyTorch's own kernels.
 
-        If the plan is for a CUDA device that the user describes, the passes assume nothing about a CPU's kernels.
+        If the plan is for a CUDA device that the user describes, the passes assume nothing about a CPU's
+        kernels.
         """
         elsewhere = self.options.device is not None and self.options.device.cuda
         return PIPELINES["any device" if elsewhere else "eager"]
 
     def _as_eager(self, module: fx.GraphModule, forward_outputs: int) -> Captured | None:
-        """Return the step as eager PyTorch runs it: where ops are compiled, budgets in percent refer to its peak.
+        """Return the step as eager PyTorch runs it, whose peak budgets in percent refer to if ops are compiled.
 
         None if no ops are compiled, or if sizes are symbolic.
         """
@@ -464,7 +470,7 @@ class Backend:
         return read_joint(normalize(module, self._eager_passes()), forward_outputs)
 
     def _note_names(self, graph: fx.Graph) -> None:
-        """Note which parameters the inputs of a joint graph stand for, for reports."""
+        """Record in a joint graph which of its inputs are which parameters, for reports."""
         tangents = tangents_in(graph)
         inputs = [node for node in graph.nodes if node.op == "placeholder" and node not in tangents]
         places = [(node, input_place(node)) for node in inputs]
@@ -475,7 +481,7 @@ class Backend:
     def _fixed_step(
         self, joint: Captured, trained: TrainedParameters | None, as_eager: Captured | None
     ) -> Step:
-        """Return the step of a graph of fixed sizes; the ranks that run it together have then compared their graphs."""
+        """Return the step of a graph of fixed sizes, after all ranks that run it have compared their graphs."""
         called_with = _shapes_at(_input_places(self._placeholders), self._inputs)
         return Step(
             graph=joint,
@@ -487,7 +493,7 @@ class Backend:
         )
 
     def _plan_fixed(self, step: Step) -> Plan:
-        """Plan a step of fixed sizes, and remember the plan."""
+        """Plan a step of fixed sizes, and append the plan to `plans`."""
         plan = FixedStep(step, self.options).plan()
         if step.trained and plan.weights:
             self.hosted |= {step.trained.numbers[value] for value in plan.weights.hosted}
@@ -497,7 +503,7 @@ class Backend:
         return plan
 
     def _plans_of_sizes(self, graph: SymbolicGraph, joint: Captured) -> PlansOfSizes:
-        """Return the planner of a graph of symbolic sizes, which plans at the sizes of each call.
+        """Return the planner for a graph of symbolic sizes, which plans at the sizes of each call.
 
         Raises:
             NotSymbolic: a symbolic size is not the size of an input.
@@ -523,7 +529,7 @@ class Backend:
         return PlansOfSizes(graph, joint, dimensions, ends, shapes, self.options)
 
     def _sized(self, graph: SymbolicGraph, plans: PlansOfSizes) -> Sized:
-        """Return the step of a graph of symbolic sizes, whose plans are made when calls with new sizes come."""
+        """Return the runner of a graph of symbolic sizes, which plans when calls with new sizes come."""
         placeholders, count = self._placeholders, len(self._placeholders)
         places = [input_place(node) for node in graph.primals]
 
@@ -546,7 +552,7 @@ class Backend:
     def _with_updates(self, joint: Captured) -> tuple[Captured, TrainedParameters | None]:
         """Return the joint graph with the optimizer's updates inside, and the parameters that these update.
 
-        If the step does not update weights itself, return the graph as it is, and None.
+        If the step does not update weights itself, return the graph unchanged, and None.
         """
         optimizer = self.options.stepping
         if optimizer is None:
@@ -574,7 +580,7 @@ class Backend:
         return with_updates_inside(joint, set(numbers)), trained
 
     def _parameters(self, joint: Captured, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-        """Map primals, by value, that are parameters of the optimizer to their numbers in it; in order of primals."""
+        """Return value -> index in the optimizer, for the inputs of the graph that are parameters of the optimizer."""
         everyone = (p for group in optimizer.param_groups for p in group["params"])
         numbers = {id(parameter): number for number, parameter in enumerate(everyone)}
         return {
@@ -586,7 +592,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class _FixedStep:
-    """A captured step of fixed sizes, as AOTAutograd compiles it."""
+    """A planned step of fixed sizes, which provides the functions that AOTAutograd calls."""
 
     plan: Plan
     weights: Weights | None
@@ -596,7 +602,7 @@ class _FixedStep:
         return self._beside_others(runnable(graph), "forward")
 
     def _beside_others(self, run: Callable[[list[Any]], Any], what: str) -> Callable[[list[Any]], Any]:
-        """Wrap the function of a forward or backward that communicates, so that it ends if another rank is lost.
+        """Wrap the function of a forward or backward that communicates, so that it fails if another rank is lost.
 
         Args:
             what: "forward" or "backward", for messages.
@@ -614,7 +620,7 @@ class _FixedStep:
     def backward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """Return the function that runs the backward graph.
 
-        It returns None as the gradient of what only outputs without a gradient depend on.
+        Gradients that depend only on outputs which got no gradient are returned as None.
         """
         run, weights = self._beside_others(runnable(graph), "backward"), self.weights
         losses, needs = self.plan.loss_places, self.plan.captured.outputs_needed
@@ -634,12 +640,12 @@ class _FixedStep:
 
 
 def _would_gain(plan: Plan, freed: int) -> bool:
-    """Tell whether `freed` bytes more may make a plan faster: it recomputes, and they are over 1 % of its budget."""
+    """Tell whether `freed` more bytes may make a plan faster: it recomputes, and they exceed 1 % of its budget."""
     return plan.predicted_time > GAIN * plan.keep_all_time and freed > (GAIN - 1) * plan.budget
 
 
 def _to_trace(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Sequence[Any]:
-    """Return the inputs for AOTAutograd to trace with: the inputs of the call.
+    """Return the inputs with which AOTAutograd traces: those of the call.
 
     Outside of dynamo, return the symbolic ones that the graph was captured with, if there are any.
     """
@@ -649,12 +655,12 @@ def _to_trace(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Sequenc
 
 
 def _input_places(placeholders: Sequence[fx.Node]) -> frozenset[int]:
-    """Return the places of the inputs of dynamo's graph that are no parameter or buffer; known only during capture."""
+    """Return the indices of the inputs of dynamo's graph that are not parameters or buffers."""
     return frozenset(place for place, node in enumerate(placeholders) if not is_state(node))
 
 
 def _shapes_at(places: Set[int], given: Sequence[Any]) -> str:
-    """Return the shapes of the tensors at these places, as text."""
+    """Return the shapes of the tensors with these indices, as text."""
     shapes = [x.shape for place, x in enumerate(given) if isinstance(x, torch.Tensor) and place in places]
     return ", ".join("x".join(map(str, shape)) or "1" for shape in shapes)
 
@@ -666,10 +672,10 @@ def fxremat(
     options: dict[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile a graph for `torch.compile(model, backend="fxremat", options={"mem": ...})`, as its entry point.
+    """Compile a graph for `torch.compile(model, backend="fxremat", options={"mem": ...})`; dynamo calls this function.
 
-    The options are the fields of `Options`; "mem" is required. If `torch.compile` breaks the model into several graphs,
-    they share the budget.
+    The options are the fields of `Options`; "mem" is required. If `torch.compile` breaks the model into several
+    graphs, they share the budget.
     """
     given = dict(options or {})
     if mode is not None:

@@ -1,4 +1,4 @@
-"""Programs of one captured graph as fx graphs that run; the latest of them are kept."""
+"""A cache of the generated forward and backward graphs of the programs of one captured graph."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from fxremat.torch_private import boxed
 
 @dataclass(frozen=True)
 class Emitted:
-    """The two graphs of a program, as they run."""
+    """The generated forward and backward graph of one plan, ready to run."""
 
     forward: Callable[[list[Any]], Any]
     backward: Callable[[list[Any]], Any]
-    forward_sizes: tuple[Size, ...]  # passed to the forward after the primals
-    backward_sizes: tuple[Size, ...]  # passed to the backward before all else
-    tensors: int  # how many tensors the forward saves
-    numbers: int  # how many numbers it saves after them; sizes are not counted
+    forward_sizes: tuple[Size, ...]  # symbolic sizes that the forward takes after the primals
+    backward_sizes: tuple[Size, ...]  # symbolic sizes that the backward takes first
+    tensors: int  # number of tensors that the forward saves
+    numbers: int  # number of Python numbers that the forward saves after the tensors, symbolic sizes not counted
 
 
 @dataclass
 class EmittedPrograms:
-    """The emitted programs of a graph, by number; at most `most` are kept, those that ran last.
+    """Cache of generated graphs, by program number; the `most` that ran last are kept.
+
+    A program is an order of ops with recomputations.
 
     Args:
         outputs: the number of the forward's outputs.
-        fresh: ops that overwrite no operand at any size, since at one size they must not.
+        fresh: ops that must not overwrite an operand at some size, and therefore do not at any.
     """
 
     outputs: int
@@ -47,13 +49,13 @@ class EmittedPrograms:
         return number in self._kept
 
     def never_overwriting(self, fresh: Set[int]) -> None:
-        """Let these ops overwrite no operand from now on."""
+        """From now on, generate graphs in which these ops do not overwrite an operand."""
         if not fresh <= self.fresh:
             self.fresh |= fresh
             self._kept.clear()
 
     def of(self, number: int, order: Order) -> Emitted:
-        """Return the program `number`, which runs in this order; it is made at its first use, and if it was displaced.
+        """Return the graphs of program `number`, which runs ops in `order`; they are generated unless they are cached.
         """
         if number not in self._kept:
             self._kept[number] = self._emit(order)

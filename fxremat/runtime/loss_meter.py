@@ -1,9 +1,9 @@
-"""Measurement of the memory that a loss outside the model allocates, from the allocator's counters while steps run.
+"""Measures the memory that a loss outside the model allocates, from the allocator's counters while steps run.
 
-A plan sets memory aside between forward and backward for a loss that it has not seen (`step.costs.outside_bytes`). On
-CUDA the loss is measured from the first step on: the counters are read, and not reset, when the planned forward has
-run, and when the first gradient reaches its backward. Steps 1, 2, 4, 8 and so on are measured, since losses may grow.
-A CPU's allocator keeps no counters: the memory set aside stays as assumed.
+A plan reserves memory between forward and backward for a loss that it does not know
+(`graphs.accounting.outside_bytes`). On CUDA the loss is measured from the first step on: the counters are read,
+but not reset, when the planned forward has run, and when the first gradient reaches its backward. Steps 1, 2,
+4, 8 and so on are measured, since losses may grow. A CPU's allocator has no counters, so the assumption stays.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from fxremat.torch_private import is_compiled_backward
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLoss:
-    """The memory of a loss outside the model, in bytes above what was allocated at the end of the forward."""
+    """The measured memory of a loss outside the model, in bytes above what was allocated at the end of the forward."""
 
-    assumed: int  # what plans set aside for outputs of these shapes while no loss was measured
-    peak: int  # the most that was allocated before the model's backward; a lower bound where `exact` is False
-    held: int  # what is allocated when the model's backward begins, without the gradients of the outputs
-    exact: bool  # False: an earlier, higher peak of the process hides the peak of the loss
+    assumed: int  # bytes that plans reserve for outputs of these shapes before a loss was measured
+    peak: int  # largest bytes allocated before the model's backward; a lower bound if `exact` is False
+    held: int  # bytes allocated when the model's backward begins, without the gradients of the outputs
+    exact: bool  # False if an earlier, higher peak of the process hides the peak of the loss
 
 
 def levels_of(device: torch.device) -> tuple[int, int] | None:
-    """Return the bytes allocated now, and their peak so far; None where the device's allocator has no counters."""
+    """Return the bytes allocated now, and their peak so far; None if the device's allocator has no counters."""
     kind = kind_of(device)
     return (kind.allocated(device), kind.most_allocated(device)) if kind.can(Ability.STATISTICS) else None
 
 
 class LossMeter:
-    """A compiled step that measures the memory of the loss, which is computed outside of it.
+    """A wrapper of a compiled step that measures the memory of the loss, which is computed outside of the step.
 
     Args:
         step: the compiled step.
-        trained: positions of the step's outputs that require grad.
+        trained: indices of the step's outputs that require grad.
         tell: called with each measurement.
     """
 

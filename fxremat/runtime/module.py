@@ -1,14 +1,14 @@
-"""The drop-in module that fxremat.compile returns: trains inside the budget, and is the model in all other respects.
+"""The module that fxremat.compile returns: it trains inside the budget, and behaves like the model otherwise.
 
-`drop_in(model, options)` returns an instance of a class made for it: a subclass of the model's own, with the same name,
-whose instance shares the model's `__dict__`. So `isinstance`, attributes, methods, indexing, hooks and names are
-the model's, and what is set on either is set on both. Only `forward` differs: a training call (train mode, gradients
-enabled) runs the planned graphs, any other call the model's own forward. The state of fxremat is kept in a slot,
-outside of the shared dictionary.
+`drop_in(model, options)` returns an instance of a class made for it: a subclass of the model's own, with the
+same name, whose instance shares the model's `__dict__`. So `isinstance`, attributes, methods, indexing, hooks
+and names are the model's, and what is set on either is set on both. Only `forward` differs: a training call
+(train mode, gradients enabled) runs the planned graphs, any other call the model's own forward. fxremat keeps
+its own state in a slot, outside of the shared dictionary.
 
     compiled(x)
-      Module.__call__            hooks of the model, run as before
-      Rematerialized.forward     the model's own forward, or the step that was captured from it as one graph and planned
+      Module.__call__            runs the model's hooks, as before
+      Rematerialized.forward     runs the planned step, which was captured from the model's own forward, or that forward
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
     _Base = nn.Module
 else:
-    _Base = object  # at run time the model's class is the other base
+    _Base = object  # at run time the class is combined with the model's class
 
 log = logging.getLogger(__name__)
 
@@ -105,31 +105,41 @@ UNDER_TRANSFORM = (
 
 @dataclass(eq=False)
 class _Training:
-    """The state that fxremat keeps for a drop-in module."""
+    """The state that fxremat keeps for a module returned by `fxremat.compile`."""
 
     model: nn.Module
-    own: Any  # the planned method, if it was set on the instance before fxremat.compile; None: it is the class's
-    plain: Callable[..., Any]  # the model's own method that is planned, `forward` unless another is named
+    # the method, if one was set on the model instance before fxremat.compile; None: the class's method is used
+    own: Any
+    plain: Callable[..., Any]  # the model's own method that is planned; `forward` unless the user names another
     backend: Backend
-    step: Callable[..., Any]  # `plain`, captured and planned
-    shared: Shared | None  # the parameters, if ranks share them
-    shared_steps: Mapping[Reduction, Callable[..., Any]]  # a step for each way to reduce gradients of shared parameters
-    step_anew: Callable[[bool], Callable[..., Any]]  # returns a new `step`; True: which captures each size by itself
-    calls: int = 0  # number of calls of the drop-in's own forward
-    warned: bool = False  # True once a warning said that no budget holds
-    keeps_masks: bool = False  # padding masks that mask nothing stay in the graph, since the model computes some itself
-    hooks_off: bool = False  # forward hooks that only call requires_grad_ are removed while the model is captured
-    replaced: tuple[Any, Any] = (None, None)  # a forward that was set on the instance later, and its wrapper
-    children: dict[nn.Module, PlannedChild] = field(default_factory=dict)  # by the parent whose forward was replaced
-    in_parts: Callable[..., Any] | None = None  # `plain`, captured as several graphs; None: it is captured as one
-    may_try: bool = False  # a model that is several graphs may run, to be planned before its first training call
-    by_child: bool = False  # the forward was replaced and cannot be captured: a child is planned instead
-    watched: list[Any] = field(default_factory=list)  # hooks of parameters, until a training call is planned
+    step: Callable[..., Any]  # the captured and planned form of `plain`
+    shared: Shared | None  # the parameters, if they are sharded or replicated over ranks
+    # way to reduce gradients of sharded or replicated parameters -> the step that does it
+    shared_steps: Mapping[Reduction, Callable[..., Any]]
+    # returns a new `step`; if its argument is True, one that captures each combination of input sizes
+    # separately
+    step_anew: Callable[[bool], Callable[..., Any]]
+    calls: int = 0  # number of calls of the compiled module's own forward
+    warned: bool = False  # True once a warning said that steps exceed the budget
+    # True if padding masks without masked positions stay in the graph, since the model computes masks itself
+    keeps_masks: bool = False
+    hooks_off: bool = False  # True if forward hooks that only call requires_grad_ are removed during capture
+    replaced: tuple[Any, Any] = (None, None)  # (a `forward` that was set on the instance later, its wrapper)
+    # module whose forward was replaced -> its planned child
+    children: dict[nn.Module, PlannedChild] = field(default_factory=dict)
+    # `plain`, captured by dynamo as several graphs; None: it is captured as one graph
+    in_parts: Callable[..., Any] | None = None
+    # True while a model of several graphs may run once, in order to be planned before its first training call
+    may_try: bool = False
+    # True if the forward was replaced and cannot be captured, so that a child is planned instead
+    by_child: bool = False
+    # handles of hooks on parameters, which are removed when a training call is planned
+    watched: list[Any] = field(default_factory=list)
     written: set[str] | None = None  # buffers that steps of several graphs write to; None: not known yet
 
     @property
     def needs_one_graph(self) -> str:
-        """The reason why the model has to be one graph; "" if there is none."""
+        """The reason why the model has to be captured as one graph; "" if there is none."""
         backend = self.backend
         looks = backend.until is Until.CAPTURED or (backend.until is Until.PLANNED and not self.may_try)
         if looks:
@@ -137,9 +147,9 @@ class _Training:
         return backend.options.needs_one_graph or ("a model whose parameters ranks share" if self.shared else "")
 
     def break_up(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Capture the model as several graphs from now on, if it may be and its capture as one ended with this error.
+        """Capture the model as several graphs from now on, after its capture as one graph ended with this error.
 
-        Otherwise, and if the plain model fails at this call too, raise the error again.
+        Raise the error again if the options need one graph, or if the plain model also fails at this call.
         """
         backend = self.backend
         strict = self.in_parts is not None or backend.options.fullgraph or self.needs_one_graph
@@ -147,7 +157,7 @@ class _Training:
             raise error
         parent = replaced_in(self.model, itself=self.own is not None)
         if parent is not None and self.child_of(parent) is not None:
-            raise error  # the wrapper around the model breaks the graph, and the model is planned inside of it
+            raise error  # a wrapper around the model breaks the graph, so the wrapped model is planned instead
         clear = explained(error, lambda: _plain_error(self, args, kwargs))
         if not isinstance(clear, CaptureError):
             raise error
@@ -185,9 +195,10 @@ class _Training:
         self.watched += [parameter.register_post_accumulate_grad_hook(seen) for parameter in trained]
 
     def child_of(self, parent: nn.Module) -> PlannedChild | None:
-        """Return the planned child of a module whose forward was replaced: the one with most of the parameters.
+        """Return the planned child of a module whose forward was replaced: the child with most of the parameters.
 
-        None if no child has half of them, if ranks share parameters, or if the step runs an optimizer.
+        None if no child has half of them, if parameters are sharded or replicated, or if the step runs an
+        optimizer.
         """
         name = largest_child(parent, sum(p.numel() for p in self.model.parameters()) / 2)
         if name is None or self.shared is not None or self.backend.options.optimizer is not None:
@@ -207,7 +218,8 @@ class _Training:
 
 
 class _Ours:
-    """The descriptor of an attribute that fxremat adds to modules; a model's own attribute of that name comes first."""
+    """A descriptor for attributes that fxremat adds to modules; a model's own attribute of that name takes precedence.
+    """
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self._read = read
@@ -228,16 +240,17 @@ class _Ours:
 
 
 class Inside:
-    """The plans of a drop-in module, and its weights on the host: `model.fxremat`."""
+    """The plans of a compiled module, and its weights on the host: `model.fxremat`."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
     @property
     def plan(self) -> Any:
-        """The latest plan. None before the first training call, which makes it.
+        """The latest plan; None before the first training call, which makes it.
 
-        Of a model that is several graphs it is a `PlanOfGraphs`, which is there once the first step has ended.
+        For a model that consists of several graphs it is a `PlanOfGraphs`, available once the first step has
+        ended.
         """
         backend = self._module._fxremat.backend
         if backend.coordinator is not None:
@@ -250,7 +263,7 @@ class Inside:
         return tuple(self._module._fxremat.backend.plans)
 
     def to_device(self) -> Any:
-        """Move parameters and optimizer state that live on the host back to the device, bit for bit.
+        """Move the parameters and the optimizer state that are on the host back to the device, bit for bit.
 
         Model and optimizer can then train without fxremat, as if they had always been there. The next training call of
         this module moves parameters and state to the host again. Returns the module.
@@ -265,9 +278,12 @@ class Inside:
 
 
 class Rematerialized(_Base):
-    """The first base class of every drop-in module, before the model's class: it adds `.plan` and `.fxremat`.
+    """The first base class of every compiled module, before the model's class.
 
-    `.plan` is the latest plan, and `.fxremat` is an `Inside`. A model that has attributes of these names keeps them.
+    It adds the attributes `.plan` and `.fxremat`.
+
+    `.plan` is the latest plan, and `.fxremat` is an `Inside`. A model that has attributes of these names keeps
+    them.
     """
 
     __slots__ = ()
@@ -281,18 +297,18 @@ class Rematerialized(_Base):
         fxremat = _Ours(lambda module: Inside(module))
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Do nothing, so that `__init_subclass__` of the model's classes does not run for the drop-in's class."""
+        """Do nothing, so that the model's own `__init_subclass__` does not run for the class that fxremat makes."""
 
     @property
     def _compiled_call_impl(self) -> None:
-        """None: `model.compile()` changes how the model is called, and not how this module is called."""
+        """None, so that a call of `model.compile()` does not change how this module is called."""
 
     @_compiled_call_impl.setter
     def _compiled_call_impl(self, function: Any) -> None:
         self.__dict__["_compiled_call_impl"] = function
 
     def compile(self, *_: Any, **__: Any) -> None:
-        """Warn that there is nothing to do: this module runs the graphs that its plan made."""
+        """Warn that there is nothing to do, since this module already runs planned graphs."""
         warnings.warn("this module is compiled by fxremat.compile; compile() changes nothing", stacklevel=2)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -307,8 +323,8 @@ class Rematerialized(_Base):
 def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Plan for these inputs without changing the model; the next training call runs the plan.
 
-    A model that is one graph is not run either. One that is several graphs runs two steps, since only a run shows which
-    graphs there are: its buffers, its gradients and the random generators are as before afterwards.
+    A model that is one graph is not run. One that consists of several graphs runs two steps, since only a run
+    shows which graphs there are; its buffers, gradients and the random generators are restored afterwards.
     """
     training = module._fxremat
     training.may_try = True
@@ -326,11 +342,11 @@ def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def drop_in(model: nn.Module, options: Options, target: Device | None = None) -> Rematerialized:
-    """Return a module that stands for the model in all respects, and trains inside a budget.
+    """Return a module that replaces the model in all respects, and trains inside a budget.
 
     Args:
-        target: the device whose kernels are planned for, where the module is only to make plans; None: the module runs
-            its plans on the device that the model is on.
+        target: the device to plan for, if the module is only used to make plans; None: the module runs its plans on
+            the model's own device.
     """
     shared = _shared(model)
     method = options.method
@@ -374,10 +390,10 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
 
 
 def captured(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep:
-    """Capture the step of a training call, and measure it; the model is neither run nor changed.
+    """Capture the step of a training call, and measure its ops; the model is neither run nor changed.
 
     Raises:
-        FxrematError: the model is in eval mode, or nothing of it needs a gradient.
+        FxrematError: the model is in eval mode, or nothing in it needs a gradient.
         CaptureError: the model is not one graph.
     """
     step = _leave(module, Until.CAPTURED, args, kwargs)
@@ -409,7 +425,7 @@ def _leave(module: Any, until: Until, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _shared(model: nn.Module) -> Shared | None:
-    """Return the parameters that ranks share; None if there are none. Does not itself import torch.distributed."""
+    """Return the sharded or replicated parameters; None if there are none. Does not itself import torch.distributed."""
     if "torch.distributed.fsdp" not in sys.modules:
         return None
     from fxremat.runtime.sharded import Shared
@@ -418,14 +434,13 @@ def _shared(model: nn.Module) -> Shared | None:
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the module through `Module.__call__`, which runs its hooks; gather parameters that ranks share, in training.
-    """
+    """Call the module through `Module.__call__`, which runs its hooks; in training, sharded parameters are gathered."""
     with _gathering(self, _training_of(self)):
         return nn.Module.__call__(self, *args, **kwargs)
 
 
 def _gathering(module: Any, training: _Training) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which reading a parameter that ranks share gathers it; an empty one outside of training."""
+    """Return a context in which reading a sharded parameter gathers it; in eval mode, an empty one."""
     shared = training.shared
     if shared is None or shared.active or not _trains(module) or is_traced() is not None:
         return contextlib.nullcontext()
@@ -436,11 +451,11 @@ _classes: weakref.WeakValueDictionary[tuple[type[nn.Module], str, bool], type] =
 
 
 def _class_for(model: type[nn.Module], method: str, *, shared: bool) -> type:
-    """Return the class of drop-in modules for models of a class, with that class's name and its method's signature.
+    """Return the class of compiled modules for models of a class, with that class's name and its method's signature.
 
     Args:
-        method: the method that is planned.
-        shared: ranks share the parameters, so that the class also has `no_sync`.
+        method: the name of the planned method.
+        shared: True if parameters are sharded or replicated, so that the class also gets `no_sync`.
     """
     if (known := _classes.get((model, method, shared))) is not None:
         return known
@@ -466,8 +481,8 @@ def _class_for(model: type[nn.Module], method: str, *, shared: bool) -> type:
 def _no_sync(self: Any) -> Iterator[None]:
     """Accumulate gradients without communication; the next backward outside of this context reduces them all.
 
-    As with DistributedDataParallel, the context encloses forward. Until gradients are reduced, each rank has them in
-    full size, and they are not in `.grad`.
+    As with DistributedDataParallel, the forward must be within the context. Until gradients are reduced, each
+    rank has them in full size, and they are not in `.grad`.
     """
     self.set_requires_gradient_sync(False)
     try:
@@ -477,7 +492,7 @@ def _no_sync(self: Any) -> Iterator[None]:
 
 
 def _set_requires_gradient_sync(self: Any, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-    """Set whether the next backwards reduce their gradients, as FSDP2's method of this name does."""
+    """Set whether the next backwards reduce gradients over ranks, as FSDP2's method of the same name does."""
     shared = _training_of(self).shared
     if shared is not None:
         shared.sync = requires_gradient_sync
@@ -486,8 +501,8 @@ def _set_requires_gradient_sync(self: Any, requires_gradient_sync: bool, *, recu
 class _Forward:
     """The descriptor of the planned method, usually `forward`.
 
-    A function that a trainer sets on the instance later takes its place, and may call it. Read from the class, it is a
-    function with the signature of the model's own: trainers look there for the names of inputs.
+    A function that a trainer later sets on the instance replaces it, and may call it. On the class it is a
+    function with the signature of the model's own method, from which trainers read the names of inputs.
     """
 
     def __init__(self, own: Callable[..., Any], name: str) -> None:
@@ -529,7 +544,7 @@ def _trains(module: Any) -> bool:
 
 
 def _running(training: _Training, own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper around a forward that was set on the instance; the same wrapper as long as `own` is the same."""
+    """Wrap a forward that was set on the instance; while `own` does not change, return the same wrapper."""
     if training.replaced[0] is not own:
         method = own if isinstance(own, types.MethodType) else None
         function: Callable[..., Any] = method.__func__ if method else own
@@ -548,7 +563,7 @@ def _running(training: _Training, own: Callable[..., Any]) -> Callable[..., Any]
 def _run_replaced(
     training: _Training, parent: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a replaced forward as it is; what it calls, the model's own or `parent`'s largest child, is planned.
+    """Run a replaced forward unplanned; the original forward or `parent`'s largest child, if it calls one, is planned.
 
     Warns, once, if it calls neither.
     """
@@ -572,7 +587,7 @@ def _run_replaced(
 
 
 def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the model's forward: as planned where the module trains, else as it is."""
+    """Run the model's forward: the planned one in a training call, else the plain one."""
     training = _training_of(module)
     training.calls += 1
     if not _trains(module):
@@ -622,7 +637,7 @@ def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kw
             if reason and isinstance(clear, CaptureError) and "not one graph" in str(clear):
                 clear = CaptureError(ONE_GRAPH.format(error=str(clear).rstrip("."), reason=reason))
             if isinstance(clear, FxrematError):
-                clear = clear.with_traceback(None)  # dynamo's frames would hide it
+                clear = clear.with_traceback(None)  # dynamo's stack frames would hide the cause
             raise clear from clear.__cause__
         training.by_child = True
     if training.by_child:
@@ -632,7 +647,7 @@ def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kw
 
 def _plain_error(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     if training.shared is not None or training.backend.weights is not None:
-        return None  # the plain forward would not find parameters that are sharded or on the host
+        return None  # the plain forward cannot run with parameters that are sharded or on the host
     return plain_error(training.model, training.plain, (args, kwargs))
 
 
@@ -659,7 +674,7 @@ def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _padding_masks(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
     """Return the padding masks of a call that may be left out of the graph; () if the model computes masks itself.
 
-    () too in a job of several ranks, which all have to capture the same graph.
+    Also () in a job of several ranks, which all have to capture the same graph.
     """
     masks = padding_masks(by_name(training.backend.input_names, args, kwargs))
     if not (training.keeps_masks or among_ranks()):
@@ -671,10 +686,10 @@ def _padding_masks(training: _Training, args: tuple[Any, ...], kwargs: dict[str,
 
 
 class _Begin:
-    """The state in which a step of several graphs begins; it may have to begin again, as a `ComputedMask` tells.
+    """The state at the beginning of a step; if `ComputedMask` is raised, the step begins again from it.
 
-    Of the buffers the first such step copies all, and later ones those that steps have been seen to write to. These
-    copies are a part of the step's memory; the first ones are not, as the steps to come have none such.
+    The first such step copies all buffers, later ones only those that steps were seen to write to. These copies
+    are a part of the step's memory, except for those of the first step.
     """
 
     def __init__(
@@ -688,13 +703,13 @@ class _Begin:
             self._states = [HostDraws(), GeneratorStates(_tensors((args, kwargs))), self._buffers]
 
     def forget(self) -> None:
-        """Note which buffers the step has written to, and free the copies: it does not begin again."""
+        """Record which buffers the step has written to, and free the copies."""
         with self._beside():
             self._training.written = self._buffers.written() | (self._training.written or set())
             del self._buffers, self._states
 
     def restore(self) -> None:
-        """Restore it: graphs have run since."""
+        """Restore buffers and generators, after graphs of the step have run."""
         for states in self._states:
             states.restore()
 
@@ -719,7 +734,8 @@ def _run_in_parts(training: _Training, args: tuple[Any, ...], kwargs: dict[str, 
     except Exception as error:
         if begin is not None and isinstance(planning_error(error) or error, ComputedMask):
             begin.restore()
-        if coordinator.steps == 1:  # perhaps these inputs were wrong; the next call tries to capture one graph again
+        # only these inputs may have been wrong, so the next call tries to capture one graph again
+        if coordinator.steps == 1:
             training.in_parts = training.backend.coordinator = None
         raise
 
@@ -740,7 +756,7 @@ def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]
         step = training.shared_steps[training.shared.reduction]
     try:
         return step(*args, **kwargs)
-    except LayoutsDiffer as error:  # in a step of symbolic sizes, which cannot be traced again
+    except LayoutsDiffer as error:  # raised in a step of symbolic sizes, which cannot be traced again
         training.backend.learn(error)
         training.backend.take_sizes_as_fixed(error)
         training.step = training.step_anew(True)
@@ -748,7 +764,8 @@ def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _settle(module: Any, weights: Weights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Plan, unless that is done, and move weights to the host as planned: before a step that updates them itself."""
+    """Plan, if there is no plan yet, and move weights to the host as planned, before a step that updates them itself.
+    """
     backend = module._fxremat.backend
     if not backend.plans:
         plan_now(module, args, kwargs)

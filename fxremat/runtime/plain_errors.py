@@ -1,11 +1,11 @@
-"""The plain model's own error on a call that cannot be captured: a wrong argument, shape, type or device.
+"""The plain model's own error at a call that cannot be captured, such as a wrong argument, shape, dtype or device.
 
-Dynamo stops at such a call as it does at a graph break. To learn which of both it is, the plain forward is run without
-data, and without side effects:
+For dynamo such a call looks like a graph break. To tell the two apart, the plain forward is run without data
+and without side effects:
 
-    parameters, buffers, inputs        fake tensors of the same shapes, types and devices
+    parameters, buffers, inputs        fake tensors of the same shapes, dtypes and devices
     attributes and containers          of modules, and of objects that they have: copies; the originals are put back
-    generators, standard output        states are put back; output is dropped
+    generators, standard output        states are restored; output is dropped
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ NOTE = "fxremat ran the plain forward on tensors without data, since the call co
 OF_FAKES = (
     r"[Ff]ake ?[Tt]ensor|data pointer|data_ptr|tensor subclass|[Mm]eta ?[Tt]ensor|numpy\(\)|[Ss]torage|Couldn't swap"
 )
-"""A pattern of errors that only tensors without data raise."""
+"""A pattern that matches errors which only tensors without data raise."""
 
 
 def plain_error(model: nn.Module, forward: Callable[..., Any], call: Call) -> Exception | None:
     """Return the exception that the model's plain forward raises at a call; None if it raises none, or is not run.
 
-    This costs the time of one forward without kernels, and allocates nothing on the device. The model, its inputs and
-    the random states stay what they are. Models with tensors of other classes than PyTorch's own (shards, quantized
-    weights) are not run: the answer for them is None.
+    This costs the time of one forward without kernels, and allocates nothing on the device. The model, its
+    inputs and the random states do not change. Models with tensors of other classes than PyTorch's own (shards,
+    quantized weights) are not run, and None is returned.
     """
     args, kwargs = call
     tensors = [x for x in (*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)) if isinstance(x, Tensor)]
@@ -67,15 +67,15 @@ def _told(error: Exception) -> Exception | None:
 
 
 def _keeps_attributes(value: object) -> bool:
-    """Tell whether a value is an object with attributes of its own that may be put back."""
+    """Tell whether a value is an object with a `__dict__` that can be saved and restored."""
     return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, Tensor | nn.Module | ModuleType)
 
 
 @contextlib.contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of modules after this context, and the content of dicts, lists and sets among them.
+    """After this context, restore attributes of the model's modules, of objects in them, and of containers among them.
 
-    Objects that modules have as attributes may cache tensors in their own.
+    Such objects may cache tensors in their attributes.
     """
     owners: dict[int, Any] = {id(module): module for module in model.modules()}
     for module in list(owners.values()):

@@ -1,8 +1,8 @@
 """The ranks that run a captured step together, and a check that all of them have captured the same graph.
 
-A step's collectives name the process groups that they run over; all ranks that can be reached through those groups
-plan together. Graphs are compared op by op before anything else is done: ranks whose graphs differ would wait for each
-other for ever in the first collective that only one of them runs.
+A step's collectives name the process groups that they run over; all ranks that can be reached through those
+groups plan together. Their graphs are compared op by op first: ranks with different graphs would wait for each
+other forever in the first collective that only one of them runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxremat.torch_private import group_named, ranks_of_group
 
 
 def ranks_of(joint: Captured, called_with: str) -> Agreement:
-    """Return the ranks that run this step together, able to agree; `ALONE` if its collectives reach no other rank.
+    """Return the ranks that run this step together and can communicate; `ALONE` if it has no collectives with others.
 
     Args:
         called_with: the shapes of the inputs, for the message.
@@ -61,9 +61,9 @@ def _difference(graphs: dict[int, tuple[str, str]]) -> str:
 
 
 def _digest(joint: Captured, groups: Sequence[str]) -> str:
-    """Return a digest, equal for graphs with the same ops on values of the same sizes; sizes of inputs do not count.
+    """Return a digest, equal for graphs with the same ops on values of the same sizes; input sizes do not count.
 
-    They may differ: if a parameter cannot be divided evenly, ranks have shards of different sizes.
+    They may differ, since ranks have shards of different sizes if a parameter cannot be divided evenly.
     """
     numbers = {name: str(number) for number, name in enumerate(groups)}
     ops = [

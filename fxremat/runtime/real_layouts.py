@@ -1,13 +1,14 @@
-"""Strides of what ops really return, where the fake tensors that a step is traced with have other strides.
+"""Real strides of ops' results, for tracing a step whose fake tensors would have other strides.
 
-What autograd runs depends on strides: whether a gradient is viewed or copied, and how a product is computed. torch
-derives the strides of fake results from decompositions and meta functions, some of which disagree with the kernels:
+What autograd runs depends on strides: whether a gradient is viewed or copied, and how a product is computed.
+torch derives the strides of fake results from decompositions and meta functions, some of which disagree with
+the kernels:
 
     rules       strides of ops whose fake result has other strides than any kernel gives it
-    observed    strides that were seen when the ops ran to be measured, where a traced view was impossible
-                (`cost.layouts`)
+    observed    strides that were measured when the ops ran, where a traced view was impossible (`cost.layouts`)
 
-Without them tracing `F.elu(x).transpose(1, 2)` views in the backward what plain PyTorch copies, and the step fails.
+Without them, the backward traced from `F.elu(x).transpose(1, 2)` has a view where plain PyTorch copies, and the
+step fails.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ Rule = Callable[..., Sequence[Any]]  # arguments of an op -> strides of its firs
 
 
 def _of_operands(*places: int) -> Rule:
-    """Return the rule of an op that runs in TensorIterator.
+    """Return the rule for an op that is implemented with TensorIterator.
 
     Args:
-        places: where the operands are among the op's arguments, in the order in which TensorIterator gets them.
+        places: the indices of the op's arguments that are operands, in the order in which TensorIterator gets them.
     """
     return lambda *args, **_: elementwise_strides(*(args[place] for place in places))
 
@@ -42,7 +43,8 @@ def _contiguous(place: int) -> Rule:
 
 
 def _suggested(place: int) -> Rule:
-    """Return the rule of an op whose result is channels_last where the operand at `place` is, and else contiguous."""
+    """Return the rule for an op whose result is channels_last if the argument with index `place` is, else contiguous.
+    """
 
     def rule(*args: Any, **_: Any) -> Sequence[Any]:
         shape, tensor = args[place].shape, args[place]
@@ -56,7 +58,7 @@ def _suggested(place: int) -> Rule:
 
 
 def _compact(shape: Sequence[Any], order: Iterable[int]) -> list[Any]:
-    """Return strides without gaps for a tensor whose dimensions lie in this order, the outermost first."""
+    """Return strides without gaps for a tensor whose dimensions are stored in this order, the outermost first."""
     strides: list[Any] = [1] * len(shape)
     step: Any = 1
     for dim in reversed(list(order)):
@@ -80,7 +82,7 @@ EVERYWHERE: Mapping[Any, Rule] = {
     aten.huber_loss_backward.default: _contiguous(1),
     aten._log_softmax_backward_data.default: _contiguous(0),
 }
-"""Rules that hold on every device: all share these parts of ATen (TensorIterator, `Loss.cpp`, structured kernels)."""
+"""Op -> rule for its strides on every device: all devices use these parts of ATen (TensorIterator, `Loss.cpp`, ...)."""
 
 CPU: Mapping[Any, Rule] = {
     aten.native_dropout_backward.default: ITERATED,
@@ -94,20 +96,22 @@ CPU_BATCH_NORM: Mapping[Any, Rule] = {
     aten._native_batch_norm_legit.no_stats: _suggested(0),
     aten.native_batch_norm_backward.default: _suggested(1),
 }
-"""Rules for a CPU's kernels of BatchNorm, except where Inductor compiles ops: it chooses the layouts itself."""
+"""Op -> rule for its strides in CPU kernels of BatchNorm; not used if Inductor compiles ops, since it chooses layouts.
+"""
 
 
-_known: dict[tuple[bool, bool], dict[Any, Any]] = {}  # by (cpu, compiled): fake results, kept for later captures
+_known: dict[tuple[bool, bool], dict[Any, Any]] = {}  # (cpu, compiled) -> fake results, cached for later captures
 
 
 def real_layouts(
     observed: Mapping[str, Strides], *, cpu: bool, compiled: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context to trace a step in, where the fake results of ops have the strides of real results.
+    """Return a context for tracing a step in which the fake results of ops have the strides of real results.
 
     Args:
-        observed: strides of the outputs of ops by `cost.layouts.key_of`, which take precedence over the rules.
-        cpu: True if ops that are traced on CPU tensors will run in a CPU's kernels.
+        observed: key of a call (see `cost.layouts.key_of`) -> strides of its outputs; they take precedence over the
+            rules.
+        cpu: True if ops that are traced on CPU tensors will run in CPU kernels.
         compiled: True if Inductor will compile ops.
     """
     rules = {**EVERYWHERE, **(CPU if cpu else {}), **(CPU_BATCH_NORM if cpu and not compiled else {})}

@@ -1,9 +1,9 @@
-"""A `forward` that was set on an instance: it runs unplanned, and what it calls of the model is planned.
+"""A `forward` that was replaced on an instance: it runs unplanned, but the part of the model that it calls is planned.
 
 Trainers replace the forward of a model: to compute the loss in pieces, without logits (TRL), or under autocast
-(accelerate). The replacement calls either the forward that was there before, which is planned as usual, or parts of
-the model. A child module that has most of the parameters is then planned by itself, and what is computed from its
-outputs counts as a loss outside of it.
+(accelerate). The replacement calls either the earlier forward, which is planned as usual, or parts of the
+model. In that case a child module that has most of the parameters is planned by itself, and what is computed
+from its outputs counts as a loss outside of it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fxremat.torch_private import children_of
 
 log = logging.getLogger(__name__)
 WRAPPERS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
-"""Python modules whose classes wrap a model in a forward that cannot be captured: Lightning Fabric's sets precision."""
+"""Python modules whose classes wrap a model in a forward that cannot be captured, as Lightning Fabric's do."""
 
 
 def replaced_in(model: nn.Module, *, itself: bool) -> nn.Module | None:
     """Return the outermost module whose forward was replaced on the instance; None if there is none.
 
-    A model that is a wrapper of a library (`WRAPPERS`) counts as such a module.
+    A model that is a library's wrapper (`WRAPPERS`) counts as such a module.
 
     Args:
         itself: True if the model itself may be that module, since its forward was replaced before it was compiled.
@@ -36,7 +36,7 @@ def replaced_in(model: nn.Module, *, itself: bool) -> nn.Module | None:
 
 
 def largest_child(module: nn.Module, least: float) -> str | None:
-    """Return the name of the child with the most elements in its parameters; None if these are fewer than `least`.
+    """Return the name of the child whose parameters have the most elements; None if they are less than `least`.
 
     Children without a parameter that requires a gradient do not count.
     """
@@ -51,23 +51,23 @@ def _trains(module: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class PlannedChild:
-    """The largest child of a module whose forward was replaced, and the drop-in module that stands in for it."""
+    """The largest child of a module whose forward was replaced, and the compiled module that replaces the child."""
 
     parent: nn.Module
     name: str
     plain: nn.Module
-    planned: Any  # a `Rematerialized`
-    told: bool = False  # True once `tell` has logged
+    planned: Any  # a `Rematerialized`, the compiled form of `plain`
+    told: bool = False  # True once `tell` has logged its message
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Put the planned child in the place of the plain one, so that the parent calls it, inside this context."""
+        """Within this context, the parent module has the planned child instead of the plain one, and so calls it."""
         with self._changed(self.plain, self.planned):
             yield
 
     @contextlib.contextmanager
     def put_aside(self) -> Iterator[None]:
-        """Put the plain child back in its place inside this context, if the planned one stands in for it."""
+        """Within this context, the parent module has its plain child again, even inside of `standing_in`."""
         with self._changed(self.planned, self.plain):
             yield
 
@@ -84,7 +84,7 @@ class PlannedChild:
                 children[self.name] = one
 
     def tell(self) -> None:
-        """Log, once, that only this child of the model is planned."""
+        """Log once that only this child of the model is planned."""
         if self.told:
             return
         self.told = True

@@ -1,10 +1,10 @@
-"""Models without data, planned with fake CPU tensors, which have shapes, types and layouts, and no memory.
+"""Planning models without data, by fake CPU tensors, which have shapes, dtypes and layouts, but no memory.
 
-    parameters and buffers on the meta device, or fake       replaced by fake CPU tensors, and put back afterwards
-    inputs on the meta device, fake or real                  fake CPU tensors are passed in their place
+    parameters and buffers on the meta device, or fake       are replaced by fake CPU tensors, and put back afterwards
+    inputs on the meta device, fake or real                  fake CPU tensors are passed instead
 
-Many ops have no gradient on the meta device: a graph that is captured there has no backward. Fake CPU tensors are
-traced as real ones are.
+Many ops have no gradient on the meta device, so a graph that is captured there has no backward. Fake CPU
+tensors are traced like real ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def refuse_without_data(model: nn.Module, what: str, instead: str = WHAT_IF) -> 
     """Raise `FxrematError` if a parameter or buffer of the model has no data.
 
     Args:
-        what: a clause for the message that says what needs data.
+        what: a clause of the message that says what needs data.
         instead: advice for the message.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -47,11 +47,11 @@ def refuse_without_data(model: nn.Module, what: str, instead: str = WHAT_IF) -> 
 def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]:
     """Replace the parameters and buffers of a model without data by fake tensors; yield fake arguments for a call.
 
-    The model can then be captured. If model and arguments have data, nothing is replaced, and the arguments are yielded
-    as they are. Afterwards every tensor is back in its place.
+    The model can then be captured. If model and arguments have data, nothing is replaced, and the arguments are
+    yielded unchanged. Afterwards all original tensors are put back.
 
     Raises:
-        FxrematError: costs are to be measured, or weights to be updated, and there is no data.
+        FxrematError: there is no data, but costs are to be measured, or weights to be updated.
     """
     if options.measures:
         refuse_without_data(model, "ops are measured on real values")
@@ -67,7 +67,7 @@ def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]
     fakes = Fakes(torch.device("cpu"))
     places = list(tensor_places(model))
     try:
-        with real_tensors():  # a fake mode around this call would make planning's own tensors fake, too
+        with real_tensors():  # otherwise a fake mode of the caller would also make planning's own tensors fake
             for holder, name, tensor in places:
                 holder[name] = fakes.like(tensor)
             yield pytree.tree_map_only(Tensor, fakes.like, call)
@@ -77,7 +77,7 @@ def with_fakes(model: nn.Module, call: Call, options: Options) -> Iterator[Call]
 
 
 class Fakes:
-    """Fake counterparts of tensors: one for each, so that tied parameters stay tied.
+    """Fake counterparts of tensors; equal tensors get the same one, so that tied parameters stay tied.
 
     Args:
         device: the device of all fake tensors; None: for each, the device of its original.

@@ -1,13 +1,14 @@
-"""Training of models whose parameters ranks share: during a call, reading a parameter gathers it, as an op of the step.
+"""Training of models with sharded or replicated parameters: reading a parameter gathers it, as an op of the step.
 
-    with sharded.for_training():        the model's own code reads self.weight, and gets the whole parameter
+    with sharded.for_training():        the model's own code reads self.weight, and gets the full parameter
         step(*inputs)                   dynamo captures the gather, autograd its reduction
 
-During such a call each module is of a subclass of its own class, with a property for every shared parameter, and
-FSDP2's hooks are removed: they would gather and reduce by themselves. Any other call finds the model as `fully_shard`
-left it. Parameters stay the same tensors, so that optimizers, `state_dict` and checkpoints do not notice.
+During such a call the class of each module is replaced by a subclass with a property for every such parameter,
+and FSDP2's hooks are removed, as they would gather and reduce by themselves. In any other call the model is as
+`fully_shard` left it. Parameters stay the same tensors, so optimizers, `state_dict` and checkpoints are not
+affected.
 
-A step may leave gradients unreduced (`no_sync`): they wait, in full size and summed, in `.grad` of tensors without
+A step may leave gradients unreduced (`no_sync`): they are summed, in full size, in `.grad` of tensors without
 memory of their own, one for each parameter. The next step that reduces adds them to its own gradients first.
 """
 
@@ -40,23 +41,24 @@ from fxremat.runtime.torch_fsdp import (
     syncs,
 )
 
-WAITING = "_fxremat_unreduced"  # attribute of a module during a call: unreduced gradients, by parameter name
+WAITING = "_fxremat_unreduced"  # attribute of a module during a call: parameter name -> tensor for unreduced gradients
 
 
-REPLICATED = "_fxremat_replicated"  # attribute of a model: its parameters, if all ranks hold them in full
+REPLICATED = "_fxremat_replicated"  # attribute of a model whose parameters all ranks hold in full: these parameters
 
 
 class Reduction(Enum):
-    """The ways in which a step treats its gradients."""
+    """How a step treats its gradients."""
 
-    REDUCE = "reduce"  # over the ranks
-    KEEP = "keep"  # leaves them unreduced, in full size on this rank
-    REDUCE_ALL = "reduce all"  # reduces them together with the gradients that earlier steps kept
+    REDUCE = "reduce"  # reduce the gradients over the ranks
+    KEEP = "keep"  # keep the gradients unreduced, in full size on this rank
+    REDUCE_ALL = "reduce all"  # reduce the gradients together with those that earlier steps kept
 
 
 @dataclass(frozen=True, eq=False)
 class _Reading:
-    """The classes that a module has while it trains, by the kind of reduction, and the casts of its removed hooks."""
+    """The classes that a module gets in training calls, by the kind of reduction, and the dtype casts of removed hooks.
+    """
 
     module: nn.Module
     classes: Mapping[Reduction, type]
@@ -64,29 +66,31 @@ class _Reading:
 
 
 class _Step:
-    """A token that lives as long as the autograd graph of a step, whose hooks refer to it."""
+    """An object that lives as long as the autograd graph of a step, whose hooks refer to it."""
 
 
 def _nobody() -> None:
-    """Stand in for a weak reference whose step is gone: return None."""
+    """Return None, like a weak reference to an object that is gone."""
 
 
 @dataclass(eq=False)
 class Shared:
-    """The parameters of a model that ranks share, with their unreduced gradients."""
+    """The parameters of a model that are sharded or replicated over ranks, with their unreduced gradients."""
 
     model: nn.Module
     parameters: Sequence[ShardedParameter]
     readings: Sequence[_Reading]
-    unreduced: dict[int, torch.Tensor] = field(default_factory=dict)  # `.grad` waits; by place in `parameters`
-    sync: bool = True  # whether gradients are reduced; for sharded models FSDP2's own flag counts too
-    reduction: Reduction = Reduction.REDUCE  # what the present step does with its gradients
-    active: bool = False  # True while reading a parameter gathers it
-    _taken: Callable[[], _Step | None] = _nobody  # the step whose backward will reduce what waits; else None
+    # index in `parameters` -> tensor whose `.grad` holds unreduced gradients
+    unreduced: dict[int, torch.Tensor] = field(default_factory=dict)
+    sync: bool = True  # True if gradients are reduced; for sharded models FSDP2's own flag counts too
+    reduction: Reduction = Reduction.REDUCE  # what the current step does with the gradients of sharded parameters
+    active: bool = False  # True while sharded parameters are gathered when they are read
+    # returns the step whose backward will reduce the unreduced gradients, or None
+    _taken: Callable[[], _Step | None] = _nobody
 
     @classmethod
     def of(cls, model: nn.Module) -> Shared | None:
-        """Return the shared parameters of a model; None if no `fully_shard`, torch's or fxremat's, was called on it."""
+        """Return the sharded or replicated parameters of a model; None if no `fully_shard` was called on it."""
         replicated = model.__dict__.get(REPLICATED)
         if replicated is not None:
             if is_sharded(model):
@@ -103,15 +107,15 @@ class Shared:
         return Reduction.REDUCE_ALL if self._kept() else Reduction.REDUCE
 
     def _kept(self) -> bool:
-        """Tell whether gradients wait that no step in progress will reduce.
+        """Tell whether there are unreduced gradients that no step in progress will reduce.
 
-        A step whose outputs were freed before its backward will never reduce any.
+        A step whose outputs were freed before its backward will not reduce any.
         """
         return self._taken() is None and any(tensor.grad is not None for tensor in self.unreduced.values())
 
     @contextlib.contextmanager
     def for_training(self) -> Iterator[None]:
-        """Let modules gather a parameter from the ranks when they read it, inside this context."""
+        """Within this context, modules gather sharded parameters from the ranks when they read them."""
         back_to_shards(self.model)
         self.reduction = reduction = self._next_reduction()
         with contextlib.ExitStack() as stack:
@@ -134,16 +138,16 @@ class Shared:
         }
 
     def stand_in(self, module: nn.Module) -> None:
-        """Let FSDP2 find the model's state through the drop-in module `module`, too."""
+        """Let FSDP2 also find the model's state through the compiled module `module`."""
         if is_sharded(self.model):
             adopt(module, self.model)
 
     @contextlib.contextmanager
     def _with_unreduced(self, reduction: Reduction) -> Iterator[None]:
-        """Give modules a tensor for each parameter, under `WAITING`, inside this context.
+        """Within this context, give modules a tensor for each parameter, in the attribute `WAITING`.
 
-        With KEEP it is the tensor whose `.grad` collects gradients, with REDUCE_ALL the gradient collected so far, or
-        zeros.
+        With KEEP it is the tensor whose `.grad` collects gradients; with REDUCE_ALL it is the gradient
+        collected so far, or zeros.
         """
         given: dict[nn.Module, dict[str, torch.Tensor]] = {}
         for place, parameter in enumerate(self.parameters):
@@ -161,7 +165,7 @@ class Shared:
                 del module.__dict__[WAITING]
 
     def _unreduced(self, place: int, parameter: ShardedParameter, module: nn.Module, name: str) -> torch.Tensor:
-        """Return a leaf with a parameter's full shape, which collects its gradient and has no memory of its own."""
+        """Return a leaf tensor of a parameter's full shape, with no memory of its own, which collects its gradient."""
         if place not in self.unreduced:
             shard = _local(module._parameters[name])
             sharing = parameter.sharing
@@ -171,10 +175,10 @@ class Shared:
         return self.unreduced[place]
 
     def before_backward_of(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Register hooks on the outputs: when backward begins, they return to shards, and free waiting gradients.
+        """Register hooks on the outputs: when backward begins, gathered parameters and unreduced gradients are freed.
 
-        An evaluation between forward and backward leaves the root module's parameters gathered, while gradients belong
-        to shards. Waiting gradients are freed only in a step that reduces them together with its own.
+        An evaluation between forward and backward leaves the root module's parameters gathered, while gradients
+        belong to shards. Unreduced gradients are freed only in a step that reduces them together with its own.
         """
         reduces_all = self.reduction is Reduction.REDUCE_ALL
         step = _Step()
@@ -198,7 +202,7 @@ def _local(parameter: Any) -> torch.Tensor:
 
 
 def note_replicated(model: nn.Module, parameters: Sequence[ShardedParameter]) -> None:
-    """Remember that every rank holds these parameters in full, and that their gradients are averaged."""
+    """Record on the model that every rank holds these parameters in full, and that their gradients are averaged."""
     model.__dict__[REPLICATED] = parameters
 
 
@@ -209,7 +213,7 @@ def is_replicated(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _swapped(reading: _Reading, reduction: Reduction) -> Iterator[None]:
-    """Give a module the class whose properties gather parameters, and no hooks of FSDP2, inside this context."""
+    """Within this context, give a module the class whose properties gather parameters, and remove FSDP2's hooks."""
     module = reading.module
     names = ("_forward_pre_hooks", "_forward_hooks")
     before = {name: module.__dict__[name] for name in names}
@@ -255,9 +259,9 @@ _classes: dict[Any, type] = {}
 def _class_of(
     module: nn.Module, named: Mapping[str, ShardedParameter], casts: Casts | None, reduction: Reduction
 ) -> type:
-    """Return a subclass of a module's class with a property for each shared parameter, which gathers it when read.
+    """Return a subclass of a module's class with a property for each sharded parameter, which gathers it when read.
 
-    Modules of one class, with equal parameters and casts, share a subclass.
+    Modules of one class, with equal parameters and casts, get the same subclass.
     """
     own = type(module)
     about = tuple((name, parameter.sharing, parameter.inner) for name, parameter in named.items())
@@ -299,7 +303,7 @@ def _writer(name: str) -> Callable[[Any, Any], None]:
 
 
 def _casting(forward: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
-    """Wrap a forward to cast its inputs and outputs to the types of a mixed precision policy."""
+    """Wrap a forward to cast its inputs and outputs to the dtypes of a mixed precision policy."""
 
     def cast(value: Any, dtype: torch.dtype | None) -> Any:
         if dtype is None:

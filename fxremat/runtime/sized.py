@@ -1,14 +1,13 @@
-"""One captured step for many input sizes: before the forward runs, a program is chosen for the sizes of the call.
+"""One captured step for many input sizes: before each forward, a program is chosen for the sizes of the call.
 
-    capture     a joint graph with symbolic sizes, and two graphs that are never run: they show AOTAutograd what forward
-                and backward take and return
+    capture     a joint graph with symbolic sizes, and two graphs that are never run, from which AOTAutograd reads the
+                inputs and outputs of forward and backward
     call        sizes -> number of a program -> its forward, which saves sizes and number for the backward
     backward    number -> the backward of the same program, whatever was planned in between
 
-Programs do not depend on sizes: the graphs of an order of ops are made once, and run at all sizes for which that order
-is chosen. AOTAutograd fixes how many tensors and numbers the forward saves when it compiles (read in torch 2.11 and
-2.13). So there are slots for as many as any program saves; where one saves fewer, the other slots hold an empty tensor
-or 0:
+Graphs are generated once for each program (an order of ops), and run at all sizes for which that program is
+chosen. AOTAutograd fixes at compile time how many tensors and numbers the forward saves (read in torch 2.11 and
+2.13). So there are slots for as many as any program saves; unused slots get an empty tensor or 0:
 
     forward    (*primals, symbolic numbers among them) -> (*outputs, *saved tensors, *saved numbers)
     backward   (*saved numbers, *saved tensors, *tangents) -> gradients
@@ -37,16 +36,19 @@ from fxremat.step.program import Order
 from fxremat.step.step_graph import Origin
 from fxremat.torch_private import real_tensors, taking_a_list
 
-AT_MOST = 8  # programs whose graphs are kept at a time ("emitted" programs)
-MOST_SIZES = 10_000  # combinations of sizes for which the choice of a program is remembered
-REMEMBERED = 256  # combinations of sizes for which the numbers computed from them are remembered
-AS_GOOD = 1.01  # an emitted program within this factor of the least time is run, and no other one is emitted
-GOOD_ENOUGH = 1.03  # the same factor once all places for emitted programs are taken but the one left for keep-all
+AT_MOST = 8  # number of programs whose generated graphs are kept
+MOST_SIZES = 10_000  # number of combinations of sizes for which the chosen program is remembered
+REMEMBERED = 256  # number of combinations of sizes for which computed numbers are cached
+AS_GOOD = 1.01  # a program with existing graphs is preferred to a faster one without, up to this ratio of times
+# the ratio used instead of AS_GOOD when the graphs of only one more program can be kept: that place is reserved
+# for the program without recomputation
+GOOD_ENOUGH = 1.03
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """The most tensors and numbers that a forward of any program saves; sizes of inputs are not counted."""
+    """Numbers of tensors and of Python numbers that AOTAutograd passes from forward to backward, enough for any plan.
+    """
 
     tensors: int
     numbers: int
@@ -62,7 +64,7 @@ class _Slots:
 
 
 class Sized:
-    """A captured step with symbolic sizes, as AOTAutograd calls it.
+    """A captured step with symbolic sizes, which provides the functions that AOTAutograd calls.
 
     Args:
         graph: the joint graph with symbolic sizes.
@@ -86,24 +88,27 @@ class Sized:
         self._symbolic = plans.symbolic
         self._outputs = len(self._symbolic.forward_outputs)
         self._slots = _Slots.of(self._symbolic)
-        self._orders: list[Order] = []  # the programs, by number; none is dropped, since a backward may still need it
+        self._orders: list[Order] = []  # programs by number; all are kept, since a backward may still need any of them
         self._number_of: dict[object, int] = {}
-        self._chosen: dict[Dims, int] = {}  # number of the chosen program, by the sizes that tensors depend on
+        self._chosen: dict[Dims, int] = {}  # sizes that tensors depend on -> number of the chosen program
         self._emitted = EmittedPrograms(self._outputs, AT_MOST)
         self._numbers: Callable[[Dims], Numbers] = lru_cache(maxsize=REMEMBERED)(graph.numbers)
         with real_tensors():
             self._empty = torch.empty(0)
 
     def forward_of(self, _: fx.GraphModule) -> Callable[..., Any]:
-        """Return the function that runs the forward, in place of the first graph of `contract`."""
+        """Return the function that AOTAutograd calls as the forward, instead of the first graph of `contract`."""
         return self.forward
 
     def backward_of(self, _: fx.GraphModule) -> Callable[..., Any]:
-        """Return the function that runs the backward, in place of the second graph of `contract`."""
+        """Return the function that AOTAutograd calls as the backward, instead of the second graph of `contract`."""
         return taking_a_list(self.backward)
 
     def forward(self, arguments: list[Any]) -> list[Any]:
-        """Run the forward of the program for the sizes of the arguments; the list is emptied, so as to free them."""
+        """Run the forward with the program for the arguments' sizes.
+
+        The list is emptied, so that its tensors can be freed.
+        """
         dims = self._dims(arguments)
         number = self._chosen.get(self._shaping(dims))
         if number is None:
@@ -123,7 +128,7 @@ class Sized:
         return [*results, *dims, number, *saved_numbers]
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
-        """Run the backward of the program that ran the forward; the list is emptied, so that arguments can be freed."""
+        """Run the backward of the program whose forward ran; the list is emptied, so that its tensors can be freed."""
         unused = unused_outputs()
         count = len(self._graph.places)
         dims = tuple(int(argument) for argument in arguments[:count])
@@ -156,7 +161,7 @@ class Sized:
         return number
 
     def contract(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return two graphs, never run, that show AOTAutograd the inputs and outputs of `forward` and `backward`."""
+        """Return two graphs, never run, from which AOTAutograd reads the inputs and outputs of forward and backward."""
         joint, sizes = self._symbolic, self._graph.inputs
         like = next(node.meta["val"] for node in joint.primals if isinstance(node.meta.get("val"), torch.Tensor))
         with like.fake_mode:
@@ -189,7 +194,9 @@ class Sized:
         return tuple(dims[place] for place in self._graph.shaping)
 
     def _as_emitted(self, fitting: Sequence[Candidate]) -> Candidate:
-        """Return the fastest candidate, or one nearly as fast whose graphs are kept; never another instead of keep-all.
+        """Return the fastest candidate, or one nearly as fast whose graphs exist already.
+
+        If the fastest recomputes nothing, it is always returned.
 
         Args:
             fitting: the candidates that fit, fastest first.
@@ -202,7 +209,7 @@ class Sized:
         return next(emitted, fitting[0])
 
     def _program(self, number: int) -> Emitted:
-        """Return the graphs of a program."""
+        """Return the graphs generated for the program with index `number`."""
         program = self._emitted.of(number, self._orders[number])
         assert program.tensors <= self._slots.tensors, "more tensors are saved than there are"
         assert program.numbers <= self._slots.numbers, "more numbers are saved than there are"

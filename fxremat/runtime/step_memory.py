@@ -1,14 +1,15 @@
-"""The memory of a step in which several graphs run: how much is alive at the borders of their calls, and between them.
+"""Measures how much memory is allocated during a step in which several graphs are called.
 
     meter = meter_of(device)       begins with the step; levels are in bytes above that moment
-    border = meter.border()        a moment; it knows its level, and the peak since the border before
-    with meter.paused(): ...       what is allocated here belongs to no step (capture, measuring)
-    meter.leave(outside)           the forward of the model is over
-    meter.end()                    from here on the borders know their numbers
+    border = meter.border()        a moment, with its level, and the peak since the border before
+    with meter.paused(): ...       allocations here do not count for the step (capture, measuring)
+    meter.leave(outside)           the forward of the model has ended
+    meter.end()                    from here on all borders have their numbers
 
-The counters of CUDA and its kin are read at once; their peak is reset at every border, as far as steps are measured. A
-CPU has no counters: a profiler records the allocations of the step (`allocations_since`). It cannot be read inside the
-backward; there a border is a mark among the allocations, and its numbers are known once the backward has returned.
+On CUDA and similar devices counters are read immediately; their peak is reset at every border if peaks are
+measured. A CPU has no counters, so a profiler records the allocations of the step (`allocations_since`). It
+cannot be read during the backward; there a border is marked by a special sequence of allocations, and gets its
+numbers after the backward.
 """
 
 from __future__ import annotations
@@ -25,56 +26,56 @@ import torch
 from fxremat.device import Ability, kind_of
 from fxremat.torch_private import AllocationRecord, is_profiled, watching_backward
 
-MARKS = (3, 1, 3, 3, 1)  # bytes
+MARKS = (3, 1, 3, 3, 1)  # bytes of the tensors whose allocations mark a border
 MARK = [size for each in MARKS for size in (each, -each)]
-"""A mark among the allocations: tensors of a few bytes, each freed at once, in an order that no model has.
+"""The allocations that mark a border: tensors of a few bytes, each freed at once, in an order that no model has.
 
-One more tensor, of `Recorded.number` bytes, tells whose mark it is.
+They are followed by one of `Recorded.number` bytes, which identifies the meter.
 """
-FIRST, MOST = 5, 64  # the numbers of meters: from `FIRST` on, `MOST` of them in turn
+FIRST, MOST = 5, 64  # ids of meters count up from `FIRST`, and start again after `MOST` ids
 
 
 class Border:
-    """A moment of a step; the numbers are None until they are known."""
+    """A moment of a step at which memory is measured; the numbers are None until they are known."""
 
     def __init__(self) -> None:
-        self.level: int | None = None  # bytes
-        self.peak: int | None = None  # bytes, the most since the border before; None if that is not known
+        self.level: int | None = None  # bytes allocated at this moment
+        self.peak: int | None = None  # largest bytes since the border before; None if not known
 
 
 class Meter(ABC):
-    """A meter of one step, from its begin on."""
+    """Measures the memory of one step, from its beginning on."""
 
     @abstractmethod
     def border(self, *, in_backward: bool = False) -> Border:
-        """Return a border at this moment."""
+        """Return the present moment as a border: memory is measured between two borders."""
 
     @abstractmethod
     def level(self) -> int | None:
-        """Return the bytes that are alive now; None if that is not known here."""
+        """Return the bytes that are allocated now; None if that is not known."""
 
     def leave(self, outside: int) -> None:  # noqa: B027 - most meters have nothing to do
-        """Note that the forward of the model is over.
+        """Record that the forward of the model has ended.
 
         Args:
-            outside: bytes that are assumed to be allocated until the backward begins, where they are not counted.
+            outside: bytes assumed to be allocated until the backward begins, for meters that do not count them.
         """
 
     def forget(self) -> None:  # noqa: B027 - most meters have nothing to do
-        """Note that nothing of the step is left, and that its backward will never run."""
+        """Record that nothing of the step is alive any more, so that its backward will never run."""
 
     @abstractmethod
     def end(self) -> None:
-        """End the step; what is not known now will not be."""
+        """End the measurement of the step; numbers that are not known by now stay unknown."""
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what is allocated in this context; the peak up to the next border is then not known."""
+        """Within this context, do not count allocations; the peak up to the next border is then unknown."""
         yield
 
 
 class Unmeasured(Meter):
-    """A meter that knows nothing: of steps on a CPU that are not recorded, and of devices without statistics."""
+    """A meter without measurements, for steps on a CPU that are not recorded, and for devices without statistics."""
 
     def border(self, *, in_backward: bool = False) -> Border:
         """Return a border without numbers."""
@@ -91,7 +92,7 @@ class Counted(Meter):
     """A meter that reads the counters of a device's allocator.
 
     Args:
-        peaks: whether peaks are measured too, for which the counter of peaks is reset at each border.
+        peaks: True: measure peaks too, for which the peak counter is reset at each border.
     """
 
     def __init__(self, device: torch.device, *, peaks: bool) -> None:
@@ -101,7 +102,7 @@ class Counted(Meter):
         self._forget()
 
     def level(self) -> int:
-        """Return the bytes that are alive now."""
+        """Return the bytes that are allocated now."""
         return self._kind.allocated(self._device) - self._base
 
     def border(self, *, in_backward: bool = False) -> Border:
@@ -119,7 +120,7 @@ class Counted(Meter):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what is allocated in this context."""
+        """Within this context, do not count allocations."""
         before = self._kind.allocated(self._device)
         try:
             yield
@@ -134,7 +135,7 @@ class Counted(Meter):
 
 
 class SharedRecord:
-    """A record of a backward, which all steps that wait for theirs on this thread may read."""
+    """A profiler record of a backward on this thread, which several steps may read."""
 
     _of_thread: ClassVar[dict[int, SharedRecord]] = {}
 
@@ -145,14 +146,14 @@ class SharedRecord:
 
     @classmethod
     def now(cls) -> SharedRecord | None:
-        """Return the record of the backward that begins on this thread; None if a profiler of the user's runs."""
+        """Return the record of the backward that begins on this thread; None if the user is running a profiler."""
         known = cls._of_thread.get(threading.get_ident())
         if known is not None:
             return known
         return None if is_profiled() else cls()
 
     def stop(self) -> list[int]:
-        """Stop recording, unless another step has done so; return the changes of the backward in bytes, in order."""
+        """Stop recording, unless another step has stopped it; return the changes of allocated bytes in order."""
         if self._changes is None:
             self._changes = self._record.stop()
             del self._of_thread[threading.get_ident()]
@@ -160,9 +161,9 @@ class SharedRecord:
 
 
 class Recorded(Meter):
-    """A meter that records the allocations of this thread on the host, while the model's forward or a backward runs.
+    """A meter that records this thread's CPU allocations while the model's forward or a backward runs.
 
-    Between these the thread belongs to the user, who may start a profiler there: the loss is not recorded.
+    In between the user may start a profiler on the thread, so the loss is not recorded.
     """
 
     _numbers = itertools.count()
@@ -172,11 +173,11 @@ class Recorded(Meter):
         self._level, self._top, self._exact = 0, 0, True
         self._record: AllocationRecord | SharedRecord | None = AllocationRecord()
         self._marks: list[Border] = []
-        self._has_left = False  # the forward of the model is over
+        self._has_left = False  # True once the forward of the model has ended
         self._unwatch = watching_backward(self._before_backward, self._after_backward)
 
     def level(self) -> int | None:
-        """Return the bytes that are alive now, in the forward."""
+        """Return the bytes that are allocated now; None within the backward."""
         if self._marks:
             return None
         if self._record is not None:
@@ -184,7 +185,7 @@ class Recorded(Meter):
         return self._level
 
     def border(self, *, in_backward: bool = False) -> Border:
-        """Return a border; in the backward its numbers are known later."""
+        """Return a border; within the backward it gets its numbers later."""
         border = Border()
         if self._record is None:
             return border
@@ -205,7 +206,7 @@ class Recorded(Meter):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what is allocated in this context."""
+        """Within this context, do not count allocations."""
         if self._record is None:
             yield
             return
@@ -237,7 +238,7 @@ class Recorded(Meter):
         self._record = AllocationRecord() if go_on else None
 
     def leave(self, outside: int) -> None:
-        """Stop recording until a backward begins; count `outside` bytes meanwhile."""
+        """Stop recording until a backward begins; count `outside` bytes in between."""
         if self._record is not None:
             self._read(go_on=False)
             self._has_left = True
@@ -245,7 +246,7 @@ class Recorded(Meter):
             self._top = max(self._top, self._level)
 
     def forget(self) -> None:
-        """Wait for no backward any more."""
+        """Stop waiting for the step's backward."""
         if self._has_left and self._record is None:
             self._unwatch()
 
@@ -258,14 +259,14 @@ class Recorded(Meter):
             if self._marks:
                 self.end()
             else:
-                self._read(go_on=False)  # the backward of something else
+                self._read(go_on=False)  # this was the backward of another computation
 
 
 def meter_of(device: torch.device, *, peaks: bool) -> Meter:
     """Return a meter for a step on a device that begins now.
 
     Args:
-        peaks: whether all borders, and the peaks between them, are to be known once the step is over.
+        peaks: True: all borders, and the peaks between them, have to be known after the step.
     """
     kind = kind_of(device)
     if kind.can(Ability.STATISTICS):

@@ -1,11 +1,12 @@
-"""Attention as CUDA computes it, in graphs that are captured on a CPU for plans that are looked at and never run.
+"""Attention ops as CUDA runs them, captured on a CPU for plans that are never run.
 
     scaled_dot_product_attention    in half precision cuDNN's (H100, H200, B200) or flash attention, else the
-                                    memory-efficient kernel, else products and a softmax, chosen as PyTorch chooses
-                                    on CUDA from shapes and types
+                                    memory-efficient kernel, else products and a softmax; chosen from shapes and dtypes
+                                    as PyTorch chooses on CUDA
 
-Other ops are captured alike on CPU and CUDA: a dropout keeps a mask of one byte an element on both. A BatchNorm, which
-on CUDA is cuDNN's, saves the same values on both, except for a reserve whose size only cuDNN knows.
+Other ops are captured alike on CPU and CUDA: a dropout keeps a mask of one byte per element on both. A
+BatchNorm, which on CUDA is cuDNN's, saves the same values on both, except for a buffer whose size only cuDNN
+knows.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from fxremat.torch_private import composite_kernels, torch_release
 aten = torch.ops.aten
 
 HALF = (torch.float16, torch.bfloat16)
-WIDEST_HEAD = 256  # the largest width of a head that flash attention supports
-GROUPED = (2, 14)  # the torch release since which the memory-efficient kernel supports keys that several heads share
-NARROWED = (2, 14)  # since torch 2.14 cuDNN's attention has no dropout and only `NARROW_HEAD` (read in 2.11 and 2.14)
-NARROW_HEAD = 128  # the largest width of a head that cuDNN's attention supports then
-CUDNN_STEP = 8  # cuDNN's attention takes heads whose width is a multiple of this
-FLASH_STEP = 8  # heads are padded to multiples of this for flash attention
+WIDEST_HEAD = 256  # largest head dimension that flash attention supports
+GROUPED = (2, 14)  # torch release since which the memory-efficient kernel supports several heads that share keys
+# since torch 2.14 cuDNN's attention has no dropout, and heads up to `NARROW_HEAD` (read in 2.11 and 2.14)
+NARROWED = (2, 14)
+NARROW_HEAD = 128  # largest head dimension that cuDNN's attention supports since torch 2.14
+CUDNN_STEP = 8  # cuDNN's attention needs a head dimension that is a multiple of this
+FLASH_STEP = 8  # for flash attention the head dimension is padded to a multiple of this
 
 
 def captured_alike(one: Device, other: Device) -> bool:
-    """Tell whether a step has the same attention ops, captured for one device or for the other."""
+    """Tell whether a captured step has the same attention ops for both devices."""
     return all(getattr(one, of) == getattr(other, of) for of in ("cuda", "flash", "cudnn_attention"))
 
 
 @contextlib.contextmanager
 def kernels_of(device: Device) -> Iterator[None]:
-    """Capture attention as ops of the device's kernels, inside this context; a CPU cannot run such graphs."""
+    """Within this context, capture attention as ops of the device's kernels; a CPU cannot run such graphs."""
 
     def attention(
         query: Tensor,
@@ -79,7 +81,7 @@ def kernels_of(device: Device) -> Iterator[None]:
 def _takes_cudnn(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, device: Device
 ) -> bool:
-    """Tell whether PyTorch chooses cuDNN's attention: `can_use_cudnn_attention` of aten's cuda/sdp_utils.cpp."""
+    """Tell whether PyTorch chooses cuDNN's attention (`can_use_cudnn_attention` in aten's cuda/sdp_utils.cpp)."""
     if device.cudnn_attention is None or query.dtype not in HALF or query.dim() != 4 or key.shape[-2] == 1:
         return False
     if mask is not None and mask.requires_grad:
@@ -94,7 +96,7 @@ def _takes_cudnn(
 def _takes_flash(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, device: Device
 ) -> bool:
-    """Tell whether PyTorch chooses flash attention: `can_use_flash_attention` of aten's cuda/sdp_utils.cpp."""
+    """Tell whether PyTorch chooses flash attention (`can_use_flash_attention` in aten's cuda/sdp_utils.cpp)."""
     width = query.shape[-1]
     if not device.flash or mask is not None or query.dtype not in HALF or query.dim() != 4:
         return False
@@ -104,24 +106,26 @@ def _takes_flash(
 
 
 def _same_heads(query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> bool:
-    """Tell whether query, key and value have equal batch sizes, and equal numbers of heads unless `grouped`.
+    """Tell whether query, key and value have equal batch sizes and, unless `grouped`, equal numbers of heads.
 
     Args:
-        grouped: several heads may share a key and a value.
+        grouped: True if several heads may share a key and a value.
     """
-    batches, heads = ((query.shape[d] == key.shape[d] == value.shape[d]) for d in (0, 1))  # sizes may be symbolic
+    # compared one by one, since sizes may be symbolic
+    batches, heads = ((query.shape[d] == key.shape[d] == value.shape[d]) for d in (0, 1))
     return batches and (heads or grouped)
 
 
 def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, device: Device, *, grouped: bool) -> bool:
-    """Tell whether PyTorch chooses the memory-efficient kernel: see `can_use_mem_efficient_attention` of the same file.
+    """Tell whether PyTorch chooses the memory-efficient attention kernel.
 
-    The file is aten's cuda/sdp_utils.cpp.
+    See `can_use_mem_efficient_attention` in aten's cuda/sdp_utils.cpp.
     """
     groups = grouped and torch_release() >= GROUPED
     if query.dim() != 4 or not (groups or query.shape[1] == key.shape[1] == value.shape[1]):
         return False
-    if query.dtype is torch.bfloat16 and not device.flash:  # old devices have neither flash nor bfloat16
+    # devices without flash attention do not support bfloat16 either
+    if query.dtype is torch.bfloat16 and not device.flash:
         return False
     step = 8 if query.dtype in HALF else 4
     return query.dtype in (*HALF, torch.float32) and query.shape[-1] % step == value.shape[-1] % step == 0
@@ -141,7 +145,7 @@ def _flash(
 
 
 def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
-    """Return the bias to add to attention scores for a mask: these kernels take no boolean masks."""
+    """Return a mask as a bias that is added to attention scores, since these kernels take no boolean masks."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)

@@ -1,4 +1,4 @@
-"""Models that users give to `torch.compile` itself and that are several graphs: one budget for all graphs of a call."""
+"""One budget for all graphs of a call, for models passed to `torch.compile` itself that consist of several graphs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _known: WeakKeyDictionary[object, Graphs] = WeakKeyDictionary()
 
 
 class Graphs:
-    """The graphs of a function that `torch.compile` returned.
+    """All graphs of one function that `torch.compile` returned.
 
     Args:
         call: the first call of the function.
-        broken_at: the line where the first graph ends; "": not known.
+        broken_at: the source line where the first graph ends; "": not known.
         device: the device that the function computes on.
     """
 
@@ -48,13 +48,13 @@ class Graphs:
         call.surround(self._step)
 
     def note(self, inputs: Iterable[Any]) -> None:
-        """Note the parameters among the inputs of a graph."""
+        """Record the parameters among the inputs of a graph."""
         for given in inputs:
             if isinstance(given, torch.nn.Parameter):
                 self._parameters[id(given)] = given
 
     def once(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a graph that may be trained once in a call, since each time it takes the whole budget."""
+        """Wrap a graph so that it raises if a call trains it twice, since each time it would use the whole budget."""
 
         def call(*inputs: Any) -> Any:
             if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
@@ -79,10 +79,10 @@ class Graphs:
 
 
 def graphs_of(options: Options, module: fx.GraphModule, inputs: Sequence[Any]) -> Graphs | None:
-    """Return the graphs that the one which is being compiled belongs to; None if it is all that is called.
+    """Return the `Graphs` that the graph being compiled belongs to; None if it is the only graph of the call.
 
     Raises:
-        CaptureError: it is one of several, and the options need one graph.
+        CaptureError: there are several graphs, and the options need one.
     """
     call, place = running_call(), graph_break_after(module)
     if call is None or (call.is_whole and place is None):
@@ -107,10 +107,10 @@ def graphs_of(options: Options, module: fx.GraphModule, inputs: Sequence[Any]) -
 
 @contextlib.contextmanager
 def _step(coordinator: Coordinator) -> Iterator[None]:
-    """Run a call as a step.
+    """Run a call of the function as a step of the coordinator.
 
-    Where no step can begin, the first graph that is called raises the reason: dynamo could not clean up after an error
-    here.
+    If no step can begin, the error is raised by the first graph that is called: dynamo could not clean up after
+    an error here.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -125,7 +125,7 @@ def _step(coordinator: Coordinator) -> Iterator[None]:
 
 
 class _Refusal:
-    """A runner that raises an error."""
+    """A runner of graph calls that raises a given error."""
 
     def __init__(self, error: BudgetTooSmall) -> None:
         self._error = error

@@ -1,8 +1,8 @@
-"""The state that `torch.distributed.fsdp.fully_shard` (FSDP2) keeps of a model, by private names read in torch 2.13.
+"""The state that `torch.distributed.fsdp.fully_shard` (FSDP2) keeps for a model, read by private names of torch 2.13.
 
 A module's state is `FSDPModule._get_fsdp_state()`, its parameters are in
-`FSDPState._fsdp_param_groups[*].fsdp_params`, and the two hooks that FSDP2 adds to a module are methods of the state.
-In torch 2.11 a state has one `_fsdp_param_group`, or None.
+`FSDPState._fsdp_param_groups[*].fsdp_params`, and the two hooks that FSDP2 adds to a module are methods of the
+state. In torch 2.11 a state has one `_fsdp_param_group`, or None.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from fxremat.ops.gathered import Sharing
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """A parameter of a model that `fully_shard` was called on."""
+    """A parameter that is sharded, or replicated, by `fully_shard`."""
 
-    places: tuple[tuple[nn.Module, str], ...]  # the modules that have it, and its name in each; several if it is tied
+    # (module, attribute name) of each module that has the parameter; several for a tied parameter
+    places: tuple[tuple[nn.Module, str], ...]
     sharing: Sharing
-    inner: tuple[Any, tuple[Any, ...]] | None  # mesh and placements after the gather, if tensor parallelism cuts it too
+    # (mesh, placements) of the gathered parameter if tensor parallelism also shards it; None: it does not
+    inner: tuple[Any, tuple[Any, ...]] | None
 
 
 @dataclass(frozen=True, eq=False)
 class Casts:
-    """The types that a module's inputs and outputs are cast to, by its mixed precision policy; None: no cast."""
+    """The dtypes that a module's mixed precision policy casts its inputs and outputs to; None: no cast."""
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None
@@ -43,7 +45,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def states_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the states that FSDP2 keeps of a model's modules, each once."""
+    """Yield the states that FSDP2 keeps for a model's modules, without duplicates."""
     seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -66,7 +68,7 @@ def _groups_of(state: Any) -> Sequence[Any]:
 
 
 def adopt(module: Any, model: Any) -> None:
-    """Let FSDP2 find the state of `model` through `module` too, which stands for it (`_insert_module_state`)."""
+    """Let FSDP2 find the state of `model` also through `module`, which replaces it (`_insert_module_state`)."""
     from torch.distributed._composable_state import _insert_module_state
 
     if isinstance(model, FSDPModule):
@@ -74,7 +76,7 @@ def adopt(module: Any, model: Any) -> None:
 
 
 def back_to_shards(model: nn.Module) -> None:
-    """Free gathered parameters that an evaluation left in the model, so that it has its shards again."""
+    """Free gathered parameters that an evaluation has left in the model, so that it has its shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and any(not group.is_sharded for group in _groups_of(_state_of(module))):
             module.reshard()
@@ -83,7 +85,8 @@ def back_to_shards(model: nn.Module) -> None:
 def syncs(model: nn.Module) -> bool:
     """Tell whether the next backward reduces gradients, as the user chose by `set_requires_gradient_sync`.
 
-    Raises `FxrematError` where that differs between modules, or gradients are to be reduced over some ranks only.
+    Raises `FxrematError` if modules have different settings, or gradients are to be reduced over some ranks
+    only.
     """
     groups = [group for state in states_of(model) for group in _groups_of(state)]
     found = {group.reduce_grads for group in groups}
@@ -105,7 +108,7 @@ def is_hook(hook: Any) -> bool:
 
 
 def casts_of(model: nn.Module) -> Mapping[nn.Module, Casts]:
-    """Return the casts that FSDP2's hooks make by its mixed precision policy; modules without casts are left out."""
+    """Return the casts that FSDP2's hooks do by the mixed precision policy, for modules that have casts."""
     found: dict[nn.Module, Casts] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -120,7 +123,7 @@ def parameters_of(model: nn.Module) -> list[ShardedParameter]:
     """Return the sharded parameters of a model.
 
     Raises:
-        FxrematError: the shards live on the host, are gathered now, or are not cut along the first dimension.
+        FxrematError: the shards are kept on the host, are gathered now, or are not cut along the first dimension.
     """
     found = []
     for number, group in enumerate(group for state in states_of(model) for group in _groups_of(state)):
@@ -156,8 +159,8 @@ def _parameter(parameter: Any, group: Any, bucket: int) -> ShardedParameter:
     reduced_in = policy.reduce_dtype
     ranks = (1 if shards is None else shards.size()) * (1 if replicas is None else replicas.size())
     op, before, after = division(reduced_in or computed, ranks, group)
-    whole: Any = getattr(parameter, "_unsharded_dtensor_spec", None)  # as in torch 2.13
-    whole = whole or getattr(parameter, "_tp_spec", None)  # as in torch 2.11
+    whole: Any = getattr(parameter, "_unsharded_dtensor_spec", None)  # the attribute's name in torch 2.13
+    whole = whole or getattr(parameter, "_tp_spec", None)  # the attribute's name in torch 2.11
     inner = (whole.mesh, tuple(whole.placements)) if parameter.is_dtensor else None
     return ShardedParameter(
         tuple(places),
@@ -179,11 +182,11 @@ def _parameter(parameter: Any, group: Any, bucket: int) -> ShardedParameter:
 def division(dtype: torch.dtype, ranks: int, group: Any = None) -> tuple[str, float, float]:
     """Return the op that reduces gradients ("avg" or "sum"), and the divisors of gradients before and after it.
 
-    They are those of FSDP2. An average divides by itself; for float16, whose range is small, a part of the division
-    comes before the sum.
+    They are those of FSDP2. An "avg" needs no divisor; for float16, whose range is small, a part of the
+    division is done before the sum.
 
     Args:
-        dtype: the type that gradients are reduced in.
+        dtype: the dtype in which gradients are reduced.
         group: FSDP2's group of parameters, where the user may have set another divisor; None: the divisor is `ranks`.
     """
     factor = getattr(group, "gradient_divide_factor", None)

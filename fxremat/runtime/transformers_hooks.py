@@ -1,9 +1,9 @@
-"""Forward hooks of transformers and PEFT at which tracing stops: installed before the call, or left out.
+"""Forward hooks of transformers and PEFT at which tracing stops: they are installed before the call, or left out.
 
-transformers 5         the hooks that collect hidden states, attentions and router logits are put in place at the first
-                       call under a lock, by `transformers.utils.output_capturing.maybe_install_capturing_hooks`
-transformers, PEFT     hooks that call `requires_grad_` on the output of frozen embeddings. Only
-                       `torch.utils.checkpoint(..., use_reentrant=True)` needs them, so they are left out
+    transformers 5         the hooks that collect hidden states, attentions and router logits are installed at the first
+                           call, under a lock, by `transformers.utils.output_capturing.maybe_install_capturing_hooks`
+    transformers, PEFT     hooks that call `requires_grad_` on the output of frozen embeddings. Only
+                           `torch.utils.checkpoint(..., use_reentrant=True)` needs them, so they are left out
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fxremat.torch_private import forward_hooks_of
 
 
 def set_up(model: nn.Module, place: str) -> bool:
-    """Install the hooks that transformers would install at `place`, the line of code at which tracing stopped.
+    """Install transformers' capturing hooks, if tracing stopped at the line of code that would install them.
 
-    Returns False if `place` is another line, or all hooks are installed.
+    Return False if `place`, where tracing stopped, is another line, or all hooks are installed.
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     if capturing is None or "maybe_install_capturing_hooks" not in place:
@@ -30,7 +30,7 @@ def set_up(model: nn.Module, place: str) -> bool:
     models = [module for module in model.modules() if isinstance(module, base)]
     hooked = {id(module) for module in models if getattr(module, "_output_capturing_hooks_installed", False)}
     found = False
-    for module in models:  # the outermost comes first and sees to those inside
+    for module in models:  # outer modules come first, since their hooks also install those of inner modules
         if hooked.isdisjoint(id(inner) for inner in module.modules()):
             capturing.maybe_install_capturing_hooks(module)
             hooked |= {id(inner) for inner in module.modules()}
@@ -41,7 +41,7 @@ def set_up(model: nn.Module, place: str) -> bool:
 def groups_heads(model: nn.Module) -> bool:
     """Tell whether a transformers model uses PyTorch's attention with heads that share keys and values (GQA).
 
-    Gradients of such attention round otherwise with a mask that masks nothing than without one.
+    Gradients of such attention round differently with a mask that masks nothing than without a mask.
     """
     library = sys.modules.get("transformers")
     if library is None:
@@ -56,7 +56,7 @@ def _groups_heads(config: Any) -> bool:
 
 
 def only_requires_grad(hook: Any) -> bool:
-    """Tell whether a hook calls `requires_grad_` on its arguments and nothing else: its code uses no other name.
+    """Tell whether a hook only calls `requires_grad_` on its arguments, by the names that its code uses.
 
     >>> only_requires_grad(lambda module, inputs, output: output.requires_grad_(True))
     True
@@ -68,14 +68,14 @@ def only_requires_grad(hook: Any) -> bool:
 
 
 def requires_grad_hooks(model: nn.Module) -> list[dict[int, Any]]:
-    """Return the model's dictionaries of forward hooks that contain a hook for which `only_requires_grad` holds."""
+    """Return the model's dictionaries of forward hooks that contain a hook which only calls `requires_grad_`."""
     tables = (table for m in model.modules() for table in forward_hooks_of(m))
     return [table for table in tables if any(map(only_requires_grad, table.values()))]
 
 
 @contextlib.contextmanager
 def without_requires_grad_hooks(model: nn.Module) -> Iterator[None]:
-    """Remove the model's hooks for which `only_requires_grad` holds, inside this context."""
+    """Within this context, remove the model's forward hooks that only call `requires_grad_`."""
     tables = [(table, dict(table)) for table in requires_grad_hooks(model)]
     for table, hooks in tables:
         for number in [number for number, hook in hooks.items() if only_requires_grad(hook)]:

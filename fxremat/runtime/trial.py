@@ -1,5 +1,4 @@
-"""Steps that run to see what a model does, and leave no trace in its parameters, buffers, gradients and random numbers.
-"""
+"""Trial steps, which show what a model does, and then restore its parameters, buffers, gradients and random states."""
 
 from __future__ import annotations
 
@@ -13,15 +12,16 @@ from torch.utils._pytree import tree_leaves
 from fxremat.ops.random import GeneratorStates, host_draws_kept
 from fxremat.torch_private import version_of
 
-STATISTICS = ("running_mean", "running_var")  # the kernels of BatchNorm write them without a new version
-TIMES = 2  # the first step captures the graphs, the second is measured
+# BatchNorm kernels write these buffers without increasing their version counters
+STATISTICS = ("running_mean", "running_var")
+TIMES = 2  # two steps are run: the first captures the graphs, the second is measured
 
 
 class Buffers:
-    """The present values of a model's buffers.
+    """A copy of a model's buffers.
 
     Args:
-        only: the names of those that are copied; None: of all. Statistics of BatchNorm are copied in any case.
+        only: the names of the buffers to copy; None: all. Running statistics of BatchNorm are always copied.
     """
 
     def __init__(self, model: nn.Module, only: Set[str] | None = None) -> None:
@@ -31,7 +31,10 @@ class Buffers:
         ]
 
     def written(self) -> set[str]:
-        """Return the names of those that have been written to since, or have other values. Compares what was copied."""
+        """Return the names of the buffers written to since the object was made.
+
+        Writes are found by version counters and, for buffers that were copied, by comparing values.
+        """
         return {
             name
             for name, buffer, before, version in self._values
@@ -39,7 +42,7 @@ class Buffers:
         }
 
     def restore(self) -> None:
-        """Set the buffers that were copied to these values."""
+        """Set the buffers that were copied back to the copied values."""
         with torch.no_grad():
             for _, buffer, before, _ in self._values:
                 if before is not None:
@@ -56,7 +59,7 @@ def try_steps(
     """Run forward and backward of a model `TIMES` times, with gradients of one for all outputs.
 
     Args:
-        module: the drop-in of `model`, whose `method` is called.
+        module: the compiled form of `model`, whose `method` is called.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     states = GeneratorStates([*model.parameters(), *tensors])
@@ -72,7 +75,7 @@ def try_steps(
 
 
 def _backward(outputs: Any, trained: Sequence[torch.Tensor]) -> None:
-    """Compute gradients of outputs, which are not kept."""
+    """Compute the gradients of the outputs, and discard them."""
     leaves = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
     given = [leaf for leaf in leaves if leaf.requires_grad]
     if given:

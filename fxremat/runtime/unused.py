@@ -1,10 +1,10 @@
 """Outputs that the loss does not use: parameters that only they depend on get no gradient, as in eager PyTorch.
 
-Where the caller uses some outputs of a step and not others, autograd hands the step zeros for the others, and the
-parameters that only those depend on would get gradients of zeros, which weight decay and momentum act on. So
+If the caller uses some outputs of a step and not others, autograd passes zeros for the others, and parameters
+that only those depend on would get gradients of zeros, to which weight decay and momentum apply. So
 
-    call        a hook before the step's backward sees which outputs are given no gradient
-    backward    it runs next, on the same thread, and returns None for gradients that come from those outputs alone
+    call        a hook before the step's backward sees which outputs got no gradient
+    backward    it runs next, on the same thread, and returns None for gradients that depend only on those outputs
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from fxremat.torch_private import is_compiled_backward
 
 _NONE: frozenset[int] = frozenset()
-_seen = threading.local()  # .unused: positions of outputs, from the hook to the backward
+_seen = threading.local()  # .unused: indices of outputs without a gradient, passed from the hook to the backward
 
 
 def telling_unused(step: Callable[..., Sequence[Any]], trained: Sequence[int]) -> Callable[..., Sequence[Any]]:
     """Wrap a compiled step, so that its backward learns which of the trained outputs got no gradient.
 
     Args:
-        trained: positions of the outputs that require grad. Outputs that AOTAutograd makes outside of the step, as
+        trained: indices of the outputs that require grad. Outputs that AOTAutograd makes outside of the step, as
             views of another output, count as used.
     """
 
@@ -49,7 +49,7 @@ def _remember(positions: dict[int, int], gradients: Sequence[Tensor | None]) -> 
 
 
 def unused_outputs() -> frozenset[int]:
-    """Return the positions of outputs that got no gradient, for the backward that begins now, and forget them."""
+    """Return the indices of outputs that got no gradient, for the backward that begins now, and forget them."""
     unused: frozenset[int] = getattr(_seen, "unused", _NONE)
     _seen.unused = _NONE
     return unused
@@ -58,11 +58,11 @@ def unused_outputs() -> frozenset[int]:
 def without(
     gradients: Sequence[Any], needs: Sequence[Set[int | None]], unused: Set[int | None]
 ) -> Sequence[Any]:
-    """Replace gradients that are computed from unused outputs alone by None.
+    """Replace gradients that depend only on unused outputs by None.
 
     Args:
-        needs: for each gradient, the positions of the outputs from whose gradients it is computed.
-        unused: positions of the outputs that got no gradient.
+        needs: for each gradient, the indices of the outputs whose gradients it depends on.
+        unused: indices of the outputs that got no gradient.
     """
     if not unused:
         return gradients

@@ -1,4 +1,4 @@
-"""The user's option `dynamic` for sizes of inputs: marks for dynamo, and a warning where sizes are fixed after all."""
+"""The user's option `dynamic` for input sizes: mark dimensions for dynamo, or warn that sizes are taken as fixed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLICES = f"{FIXED}slices are planned for one size"
 
 
 def positional(forward: Callable[..., Any]) -> Sequence[str]:
-    """Return the names of a function's inputs that may be passed by position; () if it has no readable signature."""
+    """Return the names of a function's inputs that may be passed by position; () if its signature cannot be read."""
     try:
         parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):
@@ -49,13 +49,14 @@ def mark(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Mark on the tensors of a call the dimensions that the option `dynamic` names: dynamo makes their sizes symbolic.
+    """Mark the dimensions that the option `dynamic` names on the tensors of a call, so that dynamo makes them symbolic.
 
     Args:
         names: the names of the inputs of `forward` that may be passed by position.
 
     Raises:
-        FxrematError: `dynamic` names an unknown input, one that is no tensor, or a dimension that it does not have.
+        FxrematError: `dynamic` names an unknown input, one that is not a tensor, or a dimension that it does not
+            have.
     """
     if not options.ranges:
         return
@@ -76,8 +77,8 @@ def mark(
 
 
 def _check_known(name: str, given: Mapping[str, Any], forward: Callable[..., Any]) -> None:
-    """Raise `FxrematError` where `name`, which was not passed, is no input of `forward`."""
-    with contextlib.suppress(TypeError, ValueError):  # raised for a function that has no signature
+    """Raise `FxrematError` if `name`, which was not passed, is not an input of `forward`."""
+    with contextlib.suppress(TypeError, ValueError):  # raised for a function without a readable signature
         parameters = inspect.signature(forward).parameters.values()
         kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         known = dict.fromkeys((*(p.name for p in parameters if p.kind not in kinds), *given))

@@ -1,14 +1,14 @@
-"""Programs of a graph that a step calls beside others: what each keeps from its forward to its backward, and its peaks.
+"""Programs (ways to run forward and backward) of one graph of a model that consists of several graphs.
 
-Of a graph that is a whole step, peak and time are all that counts (`search.candidate.Frontier`). If a step calls
-several graphs, each has limits of its own in forward and in backward, and what it keeps in between is missing
-everywhere else. So a program of a called graph has these numbers, relative to the moment at which the call begins:
+If a graph is a whole training step, only peak and time of a program matter (`search.candidate.Frontier`). If a
+step calls several graphs, bytes that one of them saves for its backward are not available to the others in
+between. So a program of such a graph has these numbers, with bytes above those at the beginning of the call:
 
-    saved       kept from the forward to the backward, besides inputs and outputs
+    saved       bytes kept from the forward to the backward, besides inputs and outputs
     forward     the peak of the forward
-    backward    the peak of the backward, when what was saved, the outputs and their gradients are there
-    copies      what the backward may need in addition, where gradients lie otherwise in memory than was traced
-    time        seconds of both
+    backward    the peak of the backward, above what was saved, the outputs and their gradients
+    copies      further bytes of the backward if gradients arrive with other strides than were traced
+    time        seconds of forward and backward
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Order, Program
 from fxremat.step.step_graph import StepGraph
 
-PAUSES = (0.0, 0.5, 2.0)  # what the rest of the step takes between forward and backward, in peaks of keep-all
-MOST = 48  # programs of a graph
-EFFORT = 0.3  # seconds of op-by-op search in each of the surveys
+# assumed bytes of the rest of the step between forward and backward, as multiples of the peak without
+# recomputation
+PAUSES = (0.0, 0.5, 2.0)
+MOST = 48  # number of programs kept for a graph
+EFFORT = 0.3  # seconds of op-by-op search for each of the `PAUSES`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CallProgram:
-    """One way to run a graph that a step calls; bytes are above those at the begin of the call."""
+    """One way to run one of the graphs that a step calls; bytes are above those allocated when the call begins."""
 
     order: Order
     saved: int
     forward: int
     backward: int
     time: float  # seconds of forward and backward
-    outputs: frozenset[int]  # outputs that its backward reads: they stay although the caller may have freed them
-    inputs: frozenset[int] = frozenset()  # inputs that its backward reads: others may be freed when it begins
+    outputs: frozenset[int]  # outputs that the backward reads, which it keeps alive even if the caller drops them
+    inputs: frozenset[int] = frozenset()  # inputs that the backward reads; the others may be freed before it begins
     copies: int = 0
     forward_time: float = 0.0  # seconds of the forward
 
     def beats(self, other: CallProgram) -> bool:
-        """Tell whether this program needs no more than the other in any of the numbers."""
+        """Tell whether this program needs at most the bytes of the other, of each kind, and at most its time."""
         return (
             self.saved <= other.saved
             and self.forward <= other.forward
@@ -54,10 +56,11 @@ class CallProgram:
 
 
 def call_programs(graph: StepGraph, costs: Costs, *, effort: float = EFFORT) -> tuple[CallProgram, ...]:
-    """Return the unbeaten programs of a graph that is called beside others, fastest first; at most `MOST`.
+    """Return the Pareto-optimal ways to run one of the graphs that a step calls, fastest first; at most `MOST`.
 
-    Three surveys, each of which assumes another amount of memory that the rest of the step takes between forward and
-    backward, and of each program found the one that saves nothing instead.
+    Programs are searched for under three assumptions on the memory that the rest of the step takes between
+    forward and backward. For each program found, one that saves nothing, and recomputes all that its backward
+    needs, is added.
     """
     found: dict[object, CallProgram] = {}
     keep_all = 0
@@ -74,7 +77,7 @@ def call_programs(graph: StepGraph, costs: Costs, *, effort: float = EFFORT) -> 
 
 
 def least_of(programs: Iterable[CallProgram]) -> CallProgram:
-    """Return the program that saves least; of these, the one with the lowest peak."""
+    """Return the program that saves the fewest bytes for the backward; of several, the one with the lowest peak."""
     return min(programs, key=lambda p: (p.saved, max(p.forward, p.backward), p.time))
 
 
@@ -85,10 +88,10 @@ def _add(found: dict[object, CallProgram], order: Order, costs: Costs) -> None:
 
 
 def judged(order: Order, costs: Costs, copies: Sequence[int] = (), held: int = 0) -> CallProgram:
-    """Return the program that runs in this order, with its bytes and seconds. O(steps).
+    """Return the program that runs ops in `order`, with its bytes and seconds. O(steps).
 
     Args:
-        copies: by op, the bytes of copies of gradients that lie otherwise than traced; (): there are none.
+        copies: for each op, the bytes of copies of gradients into the traced strides; (): there are none.
         held: bytes that autograd holds during the backward.
     """
     graph = order.layout.graph
@@ -114,22 +117,22 @@ def judged(order: Order, costs: Costs, copies: Sequence[int] = (), held: int = 0
 
 
 def _with_copies(program: Program, sizes: Sizes, copies: Sequence[int]) -> int:
-    """Return the bytes of a backward that copies gradients."""
+    """Return the peak in bytes of a backward that copies gradients into the traced strides."""
     workspace = tuple(map(sum, zip(sizes.workspace, copies, strict=True)))
     memory = live_bytes(program, replace(sizes, workspace=workspace))
     return max(0, max(memory.during[program.split :], default=0) - memory.at_split)
 
 
 def kept_outputs(graph: StepGraph) -> frozenset[int]:
-    """Return the outputs of the forward that its ops make, and the caller holds."""
+    """Return the forward outputs that the graph's own ops make, so inputs that are returned do not count."""
     return graph.kept_outputs - graph.given
 
 
 def saving_nothing(order: Order) -> Order:
-    """Return the order whose forward is the captured one, and whose backward makes again what it reads of the forward.
+    """Return an order that saves nothing: its backward recomputes all the forward values that it reads.
 
-    In the backward the ops run in the given order, those of the forward among them, if they are needed for what is
-    read later. O(ops).
+    The forward is the captured one. In the backward, ops come in the given order, and forward ops are left out
+    whose results are not read later. O(ops).
     """
     graph = order.layout.graph
     pinned, wanted, kept = graph.pinned, set[int](), list[int]()
@@ -149,7 +152,7 @@ def saving_nothing(order: Order) -> Order:
 
 
 def unbeaten(programs: Iterable[CallProgram]) -> list[CallProgram]:
-    """Return the programs that no other beats, fastest first."""
+    """Return the programs that no other program beats in bytes of each kind and in time, fastest first."""
     found: list[CallProgram] = []
     for program in sorted(programs, key=lambda p: (p.time, p.saved, p.backward, p.forward)):
         if not any(other.beats(program) for other in found):
@@ -158,7 +161,8 @@ def unbeaten(programs: Iterable[CallProgram]) -> list[CallProgram]:
 
 
 def thinned(programs: list[CallProgram], most: int = MOST) -> list[CallProgram]:
-    """Return at most `most` of the programs, in their order; the fastest and those that need least stay."""
+    """Return at most `most` of the programs, in the same order; the fastest and those with the fewest bytes are kept.
+    """
     if len(programs) <= most:
         return programs
     ends = {
@@ -182,7 +186,7 @@ def thinned(programs: list[CallProgram], most: int = MOST) -> list[CallProgram]:
 def moved(
     programs: Iterable[CallProgram], graph: StepGraph, costs: Costs, copies: Sequence[int] = (), held: int = 0
 ) -> Iterator[CallProgram]:
-    """Yield the programs for a graph of the same ops at other sizes: the orders stay, the numbers are those there."""
+    """Yield the programs for a graph with the same ops at other sizes: same orders of ops, new bytes and seconds."""
     layouts: dict[int, Layout] = {}
     for program in programs:
         old = program.order.layout

@@ -1,13 +1,13 @@
-"""A candidate: one way to run the step, with its exact peak and its time, and its origin.
+"""A candidate: one way to run the step, with its exact peak, its time, and its origin, which is how it was found.
 
-    FromSchedule    a schedule of blocks, as a solver of chains returned it
-    FromJoin        one of the towers of a join, mapped to the blocks
+    FromSchedule    a schedule of blocks (consecutive ops between two cuts), as a solver of chains returned it
+    FromJoin        a schedule of a join: chains of blocks ("towers") that meet only at the end, as in a siamese network
     Refined         one of these, improved op by op
     Transferred     any of these, with copies to the host and back
     Communicating   any of these, with collectives that run concurrently with its ops
     InUnits         any of these, with its ops grouped into units that are compiled
 
-An origin knows its program, and the schedule that it was derived from.
+An origin can return its order of ops, its program, and the schedule that it was derived from.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fxremat.step.transferred import ProgramWithTransfers
 
 @dataclass(frozen=True, eq=False)
 class FromSchedule:
-    """A schedule of the layout's blocks."""
+    """How a candidate was found: a solver returned a schedule of blocks (runs of consecutive ops)."""
 
     schedule: Schedule
-    known: Order | None = None  # the order of ops that the schedule means; None: it has not been computed
+    known: Order | None = None  # the order of executed ops that the schedule stands for; None until it is computed
 
     def order(self, layout: Layout) -> Order:
-        """Return the order in which ops run. O(steps)."""
+        """Return the order in which ops run, recomputations included. O(steps)."""
         return self.known or order_of(layout, self.schedule)
 
     def program(self, layout: Layout) -> Program:
@@ -43,13 +43,13 @@ class FromSchedule:
         return self.order(layout).program()
 
     def on(self, layout: Layout) -> FromSchedule:
-        """Return this origin for an equal graph, that of `layout`."""
+        """Return how the candidate was found, for the equal graph of `layout`."""
         return replace(self, known=self.known and replace(self.known, layout=layout))
 
 
 @dataclass(frozen=True, eq=False)
 class FromJoin(FromSchedule):
-    """A schedule of a join of towers (parts of the model that share no value), as a schedule of the layout's blocks."""
+    """How a candidate was found: as a schedule of several chains that share no value until they meet."""
 
     _: KW_ONLY
     timeline: JoinTimeline
@@ -57,13 +57,13 @@ class FromJoin(FromSchedule):
 
 @dataclass(frozen=True, eq=False)
 class Refined:
-    """An order of ops that the search found, starting from the program of another origin."""
+    """How a candidate was found: an op-by-op search, started from a solver's schedule, found an order of ops."""
 
     began: FromSchedule
     found: Order
 
     def order(self, _: Layout) -> Order:
-        """Return the order in which ops run."""
+        """Return the order in which ops run, recomputations included."""
         return self.found
 
     def program(self, _: Layout) -> Program:
@@ -71,32 +71,35 @@ class Refined:
         return self.found.program()
 
     def on(self, layout: Layout) -> Refined:
-        """Return this origin for an equal graph, that of `layout`."""
+        """Return how the candidate was found, for the equal graph of `layout`."""
         return replace(self, began=self.began.on(layout), found=replace(self.found, layout=layout))
 
 
 class _PutIntoAnother:
-    """Base of origins that add transfers or communication to another origin, whose order of ops they keep."""
+    """Base class: how a candidate was found by adding copies to the host or communication to another program.
+
+    The order of ops is that of the other program.
+    """
 
     began: FromSchedule | Refined | Transferred
     result: ProgramWithTransfers | ProgramWithCommunication
 
     def order(self, layout: Layout) -> Order:
-        """Return the order in which ops run, without the transfers or communication that were added."""
+        """Return the order in which ops run, without the added copies or communication."""
         return self.began.order(layout)
 
     def program(self, _: Layout) -> Program:
-        """Return the program with the transfers or communication that were added."""
+        """Return the program with the added copies or communication."""
         return self.result.program
 
     def on(self, layout: Layout) -> FromSchedule | Refined:
-        """Return the origin without transfers or communication, for an equal graph, that of `layout`."""
+        """Return how the program without copies and communication was found, for the equal graph of `layout`."""
         return self.began.on(layout)
 
 
 @dataclass(frozen=True, eq=False)
 class Transferred(_PutIntoAnother):
-    """The program of another origin, with copies to the host and back added."""
+    """How a candidate was found: by adding copies to the host and back to another program."""
 
     began: FromSchedule | Refined
     result: ProgramWithTransfers
@@ -104,7 +107,7 @@ class Transferred(_PutIntoAnother):
 
 @dataclass(frozen=True, eq=False)
 class Communicating(_PutIntoAnother):
-    """The program of another origin, with collectives that run concurrently with its ops."""
+    """How a candidate was found: by letting the collectives of another program run concurrently with its ops."""
 
     began: FromSchedule | Refined | Transferred
     result: ProgramWithCommunication
@@ -112,7 +115,10 @@ class Communicating(_PutIntoAnother):
 
 @dataclass(frozen=True, eq=False)
 class InUnits:
-    """The program of another origin with ops grouped into units, each an op of a step graph of its own."""
+    """How a program of compiled regions was found: a program op by op, whose ops were grouped into units.
+
+    A unit is a compiled region or a single op; the program's steps are units.
+    """
 
     began: FromSchedule | Refined | Transferred | Communicating
     ops: Layout  # the layout of the ops before they were grouped
@@ -120,15 +126,15 @@ class InUnits:
     result: ProgramWithTransfers | None = None  # the same program with its copies' times; None: it makes no copies
 
     def order(self, _: Layout) -> Order:
-        """Return the order in which the ops of the other origin run, without units."""
+        """Return the order in which single ops run, before they were grouped into compiled regions."""
         return self.began.order(self.ops)
 
     def program(self, _: Layout) -> Program:
-        """Return the program of units."""
+        """Return the program whose steps are compiled regions and single ops."""
         return self.fused
 
     def on(self, layout: Layout) -> FromSchedule | Refined:
-        """Return the origin without units, for an equal graph of ops, that of `layout`."""
+        """Return how the ungrouped program was found, for the equal graph of `layout`."""
         return self.began.on(layout)
 
 
@@ -137,15 +143,15 @@ Origin = FromSchedule | Refined | Transferred | Communicating | InUnits
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """One way to run the step, with its exact peak and its time."""
+    """One way to run a training step: a program of ops and recomputations, with its exact peak and its time."""
 
-    peak: int  # bytes above the start of the step
-    time: float  # seconds
+    peak: int  # peak bytes above what is allocated when the step begins
+    time: float  # predicted seconds of one forward and backward
     layout: Layout
     origin: Origin
 
     def order(self) -> Order:
-        """Return the order in which ops run, without transfers."""
+        """Return the order in which ops run, recomputations included and transfers left out."""
         return self.origin.order(self.layout)
 
     def program(self) -> Program:
@@ -159,7 +165,7 @@ class Candidate:
 
     @property
     def join(self) -> JoinTimeline | None:
-        """The simulated join of towers that its schedule comes from; None if it comes from a chain."""
+        """The simulated schedule of several chains that meet, if the candidate was found as one; else None."""
         return self._base.timeline if isinstance(self._base, FromJoin) else None
 
     @property
@@ -175,7 +181,7 @@ class Candidate:
 
     @property
     def communication(self) -> ProgramWithCommunication | None:
-        """The program with collectives that run concurrently with ops, and their times; None if there are none."""
+        """The program with collectives that run concurrently with its ops, and their times; None if it has none."""
         return self.origin.result if isinstance(self.origin, Communicating) else None
 
     @property
@@ -193,16 +199,16 @@ class Candidate:
         return origin
 
     def refined_to(self, order: Order, peak: int, time: float) -> Candidate:
-        """Return the candidate that runs this order of ops instead, whose peak in bytes and seconds are given."""
+        """Return the candidate that runs ops in `order` instead, with the given peak in bytes and time in seconds."""
         return replace(self, peak=peak, time=time, origin=Refined(self._base, order))
 
     def transferring(self, result: ProgramWithTransfers) -> Candidate:
-        """Return this candidate with the program of `result`: its own, with copies to the host and back added."""
+        """Return this candidate with `result`, its own program with copies to the host and back added."""
         origin = Transferred(self._untransferred, result)
         return replace(self, peak=result.memory.peak, time=result.time, origin=origin)
 
     def communicating(self, result: ProgramWithCommunication, time: float) -> Candidate:
-        """Return the candidate with collectives that run concurrently with its ops, taking `time` seconds in all."""
+        """Return the candidate with collectives that run concurrently with its ops, taking `time` seconds in total."""
         assert not isinstance(self.origin, InUnits)
         origin = self.origin.began if isinstance(self.origin, Communicating) else self.origin
         return replace(self, peak=result.memory.peak, time=time, origin=Communicating(origin, result))
@@ -225,7 +231,7 @@ class Candidate:
         return replace(self, peak=peak, time=time, layout=program.layout, origin=origin)
 
     def on(self, layout: Layout) -> Candidate:
-        """Return this candidate for an equal graph, that of `layout`; transfers and communication are left out."""
+        """Return this candidate for the equal graph of `layout`, without copies and communication."""
         return replace(self, layout=layout, origin=self.origin.on(layout))
 
 
@@ -234,7 +240,7 @@ class Frontier:
     """The Pareto frontier of candidate programs, by increasing time and decreasing peak."""
 
     keep_all: Candidate  # the candidate that recomputes nothing
-    candidates: tuple[Candidate, ...]  # the fastest first
+    candidates: tuple[Candidate, ...]  # the candidates, fastest first
 
     @property
     def minimum(self) -> int:
@@ -253,14 +259,14 @@ class Frontier:
         return next((c for c in self.candidates if c.peak <= budget), self.candidates[-1])
 
     def spread(self, count: int) -> list[Candidate]:
-        """Return at most `count` candidates, fastest first, evenly spread over their peaks."""
+        """Return at most `count` candidates, fastest first, whose peaks are about evenly spaced."""
         peaks = np.linspace(self.candidates[0].peak, self.candidates[-1].peak, count)
         places = range(len(self.candidates))
         nearest = {min(places, key=lambda k: abs(self.candidates[k].peak - peak)) for peak in peaks}
         return [self.candidates[place] for place in sorted(nearest)]
 
     def scaled(self, factor: float) -> Frontier:
-        """Return the frontier with every time multiplied by `factor`, as calibration to a measured time does."""
+        """Return the frontier with every time multiplied by `factor`, which corrects predicted to measured times."""
         return self.each(lambda candidate: replace(candidate, time=candidate.time * factor))
 
     def each(self, change: Callable[[Candidate], Candidate]) -> Frontier:
@@ -269,7 +275,7 @@ class Frontier:
 
 
 def exchanged(graph: StepGraph) -> Callable[[Candidate], Candidate]:
-    """Return a function that returns a candidate for `graph`, equal to its own; shared layouts stay shared."""
+    """Return a function that transfers a candidate to `graph`, which is equal to the candidate's own graph."""
     layouts: dict[int, Layout] = {}
 
     def moved(candidate: Candidate) -> Candidate:
@@ -280,7 +286,7 @@ def exchanged(graph: StepGraph) -> Callable[[Candidate], Candidate]:
 
 
 def unbeaten(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Yield the candidates that no other beats in both peak and time, fastest first. O(n log n)."""
+    """Yield the Pareto-optimal candidates in peak and time, fastest first. O(n log n)."""
     least: int | None = None
     for candidate in sorted(candidates, key=lambda c: (c.time, c.peak)):
         if least is None or candidate.peak < least:

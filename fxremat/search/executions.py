@@ -1,16 +1,16 @@
-"""The executions of a step graph's ops as numbered entries: the first execution of every op, and recomputations.
+"""All executions that a program of a step graph may contain: each op's first one, and recomputations.
 
-A tape (`replay.Tape`) is a sequence of entries, with what each reads and writes; `ops` is the number of the graph's
-ops.
+They are numbered. A tape (`replay.Tape`) is a sequence of these numbers, with the values that each execution
+reads and writes; `ops` below is the number of ops.
 
-    entry op                 the first execution of an op
-    entry ops + op           a recomputation of a forward op in the forward graph
-    entry 2 ops + op         a recomputation of a forward op in the backward graph
-    entry 3 ops + 0, 1, 2    the end of the forward graph, the arrival of gradients, and the end of the step
+    op                 the first execution of an op
+    ops + op           a recomputation of a forward op in the forward graph
+    2 ops + op         a recomputation of a forward op in the backward graph
+    3 ops + 0, 1, 2    the end of the forward graph, the arrival of gradients, and the end of the step
 
-Values are numbered as in the step graph; after them come the loss outside the model, a seed for each random op, and a
-copy of each input that the forward overwrites: the backward graph reads the copy, which no op makes, so that it is
-alive from the start to its last reader.
+Values have the numbers of the step graph. Further numbers stand for the loss outside the model, a generator
+state for each random op, and a copy of each input that the forward overwrites. The backward reads the copy; no
+op makes it, so that it counts as alive from the start to its last reader.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ from fxremat.step.step_graph import Origin, StepGraph
 
 
 def keep_all_peak(graph: StepGraph, costs: Costs) -> int:
-    """Return the exact peak in bytes of a step whose ops run once each, as captured. O(reads + writes)."""
+    """Return the exact peak in bytes of the captured step, which runs every op once. O(reads + writes)."""
     executions, count = Executions(graph, costs), len(graph.ops)
     return executions.judge_ops(range(count), graph.forward_count)[0]
 
 
 class _Execution(NamedTuple):
-    reads: Sequence[int]  # numbers of values
+    reads: Sequence[int]  # indices of the values that the execution reads
     writes: Sequence[int]
-    extra: int = 0  # bytes while it runs, beyond what it reads and writes
+    extra: int = 0  # bytes allocated only during the execution, besides what it reads and writes
     seconds: float = 0.0
 
 
 class Executions:
-    """All executions that a program of a step graph may contain; it makes tapes of some of them in a given order."""
+    """All executions of ops that a program of one step graph may contain, in no particular order.
+
+    `tape` puts some of them in an order, so that their memory can be simulated.
+    """
 
     def __init__(self, graph: StepGraph, costs: Costs) -> None:
         self._graph, self._costs, self._count = graph, costs, len(graph.ops)
@@ -76,7 +79,8 @@ class Executions:
     def judge_ops(self, numbers: Sequence[int], split: int) -> tuple[int, float]:
         """Return the peak in bytes and the seconds of running ops in the order of `numbers`.
 
-        The backward graph begins with `numbers[split]`; an op that occurs again is a recomputation.
+        `numbers[split]` is the first op of the backward graph; an op that occurs a second time is a
+        recomputation.
         """
         ops, again = np.array(numbers, np.int64), np.ones(len(numbers), bool)
         again[np.unique(ops, return_index=True)[1]] = False
@@ -86,11 +90,11 @@ class Executions:
         return int(peak), self._costs.time_of(numbers)
 
     def entries(self, ops: Ints, again: NDArray[np.bool_], split: int) -> Ints:
-        """Return the numbers of the entries of a program, with those for its split and end.
+        """Return the index of each execution of a program, and of the ends of forward and step, in this object.
 
         Args:
             ops: the ops in the order in which they run.
-            again: whether each of them is a recomputation.
+            again: for each of them, whether it is a recomputation.
             split: the index in `ops` of the first execution in the backward graph.
         """
         moments = 3 * self._count + np.arange(3)
@@ -98,7 +102,10 @@ class Executions:
         return np.insert(ops + self._count * again * (1 + late), [split, split, ops.size], moments)
 
     def tape(self, entries: Ints, optional: Bits) -> Tape:
-        """Return the tape of these entries, in this order; `optional` marks those to choose from. O(reads + writes)."""
+        """Return these executions in order as arrays, for simulation; `optional` marks those that may be omitted.
+
+        O(reads + writes).
+        """
         read_from, reads = self._reads.of(entries)
         write_from, writes = self._writes.of(entries)
         return Tape(
@@ -124,9 +131,10 @@ class Executions:
         )
 
     def _again(self, index: int, *, late: bool) -> _Execution:
-        """Return a recomputation of an op, in the backward graph if `late`.
+        """Make an execution that recomputes an op, in the backward graph if `late`.
 
-        Outputs that the caller of the step holds from the first execution need no memory after it.
+        Outputs that the caller holds since the first execution count only as temporary memory of the
+        recomputation.
         """
         op, pinned = self._graph.ops[index], self._graph.pinned
         in_vain = sum(self._costs.sizes.values[value] for value in op.again_writes if value in pinned)
@@ -147,22 +155,23 @@ class Executions:
         return _Execution((), [*tangents, self._root], max(0, sizes.outside - brought))
 
     def _end(self) -> _Execution:
-        """Return the entry that reads all that is alive when the step is over."""
+        """Make the entry for the end of the step; it reads all values that are still alive then."""
         graph = self._graph
         held = [v for v in graph.tangent_values if v in graph.held_tangents or v not in self._read_late]
         return _Execution(sorted({*self._stored(graph.pinned, late=False), *held, self._root}), ())
 
     def _stored(self, values: Iterable[int], *, late: bool) -> list[int]:
-        """Return the values among `values` that occupy memory: not primals, which exist before the step.
+        """Return the values whose memory belongs to the step; inputs and parameters exist before it.
 
-        `late`: they are read in the backward graph, which reads copies of the primals that the forward overwrites.
+        If `late`, the values are read in the backward graph, which reads copies of the inputs that the forward
+        overwrites.
         """
         stored = [value for value in values if value not in self._primals]
         return [*stored, *(self._copy_of[value] for value in values if late and value in self._copy_of)]
 
 
 class _Lists:
-    """Lists of numbers in one array, end to end; any of the lists can be selected, in any order."""
+    """Lists of numbers stored end to end in one array, from which any lists can be selected in any order."""
 
     def __init__(self, lists: Sequence[Sequence[int]]) -> None:
         self._begins = np.zeros(len(lists) + 1, dtype=np.int64)
@@ -170,7 +179,7 @@ class _Lists:
         self._items = np.array([item for items in lists for item in items], dtype=np.int64)
 
     def of(self, chosen: Ints) -> tuple[Ints, Ints]:
-        """Return the offsets at which the chosen lists begin, and their items, end to end."""
+        """Return the selected lists end to end, after the offsets at which each of them begins."""
         first, lengths = self._begins[chosen], np.diff(self._begins)[chosen]
         begins = np.zeros(chosen.size + 1, dtype=np.int64)
         begins[1:] = np.cumsum(lengths)

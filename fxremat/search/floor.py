@@ -1,4 +1,4 @@
-"""The moment at which a program needs most memory, and what for: the reason why no smaller budget works.
+"""The moment at which a program's memory is largest, and what fills it: the reason why no smaller budget works.
 
     floor = floor_of(frontier.candidates[-1].program(), costs)
     str(floor)    "mm_4 (backward of blocks.3.up, net.py:31 in forward: x = self.up(x)) runs with 3.1 MiB of gradients
@@ -28,17 +28,17 @@ _NAMES = {
     MemoryKind.OUTSIDE: "gradients and temporaries of the loss",
     MemoryKind.WORKSPACE: "workspace",
 }
-_MOST = 3  # kinds that are named
-_WORTH = 0.01  # share of the bytes: kinds with less are not named
+_MOST = 3  # this many kinds of memory are named in the text
+_WORTH = 0.01  # kinds with less than this fraction of the bytes are not named
 
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """The moment at which a program needs most memory."""
+    """The moment at which a program's memory is largest."""
 
-    bytes: int  # the peak
-    moment: str  # the op that runs, and where it was written
-    kinds: tuple[tuple[MemoryKind, int], ...]  # what the bytes are, the most first
+    bytes: int  # the peak, in bytes
+    moment: str  # the op that runs at the peak, and its source line
+    kinds: tuple[tuple[MemoryKind, int], ...]  # bytes of each kind of memory, largest first
 
     def __str__(self) -> str:
         kinds = [(kind, size) for kind, size in self.kinds[:_MOST] if size >= _WORTH * self.bytes]
@@ -47,7 +47,7 @@ class Floor:
 
 
 def floor_of(program: Program, costs: Costs) -> Floor:
-    """Return the moment at which a program needs most memory, the first one if there are several. O(steps)."""
+    """Return the moment at which a program's memory is largest; the first, if there are several. O(steps)."""
     memory = live_bytes(program, costs.sizes)
     if memory.at_split == memory.peak:
         rest = memory.at_split - _loss(program.layout.graph, costs)
@@ -71,7 +71,8 @@ def _moment(program: Program, place: int) -> str:
 
 
 def _loss(graph: StepGraph, costs: Costs) -> int:
-    """Return the bytes, at the split, of a loss outside the model or of the gradients that it hands in."""
+    """Return the bytes of a loss outside the model between forward and backward, or of the gradients that it passes in.
+    """
     tangents = sum(costs.sizes.values[value] for value in graph.tangent_values) + costs.sizes.root
     return max(tangents, costs.sizes.outside)
 

@@ -1,10 +1,12 @@
-"""Large neighbourhood search for a faster choice among the executions of a skeleton.
+"""Large neighbourhood search for a faster set of recomputations within a budget.
 
-A skeleton is a fixed order of executions of which some, recomputations, are optional (`search.skeleton`); a choice says
-which happen. Replaying computes its peak and time, page by page of 64 executions (`search.replay`).
+A skeleton (`search.skeleton`) is a fixed order of executions, of which recomputations are optional; a choice
+says which of them happen. `search.replay` computes peak and time of a choice, in pages of 64 executions.
 
-Each change first adds some recomputations in one part of the program, which frees memory, and then removes as many as
-the budget allows, in a randomly perturbed order of seconds per byte. A change that is no improvement is undone.
+Each change first adds some recomputations in one part of the program, which frees memory. Then it removes as
+many as the budget allows, starting with those that take most seconds per byte, in a randomly perturbed order. A
+change that does not improve the choice is undone.
+
 (P. Shaw, Using constraint programming and local search methods to solve vehicle routing problems, 1998.)
 """
 
@@ -27,19 +29,20 @@ from fxremat.search.replay import (
     spend,
 )
 
-PATIENCE = 500  # changes without improvement after which a search ends early
-OVERHEAD = 50  # pages that could be replayed in the time that a change takes besides its replays
-STRETCH = 0.1  # share of the optional executions that one change may add, at most
-NOISE = 1.0  # at most: the standard deviation of the logarithm of the factor that perturbs seconds per byte
-MANY = 1500  # values of a tape: with so many, replaying a page takes twice as long
-FAR = 1 << 62  # bytes: more than anything exceeds a budget by
+PATIENCE = 500  # the search ends after this many consecutive changes without improvement
+OVERHEAD = 50  # cost of one change besides simulating it, in units of simulated pages (64 executions)
+STRETCH = 0.1  # one change adds at most this fraction of the optional executions
+NOISE = 1.0  # largest standard deviation of the logarithm of the random factor on seconds per byte
+MANY = 1500  # number of values by which the time to simulate a page doubles
+FAR = 1 << 62  # bytes; more than any excess over a budget
 
 
 def improve(tape: Tape, choice: Bits, budget: int, work: int, seed: int) -> tuple[int, float]:
-    """Make a choice faster within a budget in bytes, in place; if it does not fit, make it exceed the budget by less.
+    """Improve the choice of recomputations in place: make it faster, or, if it exceeds the budget, reduce the excess.
 
-    The search replays about `work` pages, fewer if nothing more is found; `seed` decides all that is random. Returns
-    the peak in bytes and the time in seconds; neither is worse than before unless the peak was above the budget.
+    About `work` pages of executions are simulated, fewer if nothing more is found; `seed` seeds all random
+    decisions. Returns the peak in bytes and the time in seconds; neither gets worse, unless the peak exceeded
+    the budget (in bytes).
     """
     rng = np.random.default_rng(seed)
     places, worth = np.flatnonzero(tape.optional), _worth(tape)
@@ -66,13 +69,16 @@ def improve(tape: Tape, choice: Bits, budget: int, work: int, seed: int) -> tupl
 
 
 def _better(pages: Pages, best: Pages) -> bool:
-    """Tell whether the replayed choice of `pages` exceeds the budget by less than `best`, or equally in less time."""
+    """Tell whether a simulated choice exceeds the budget by less than the best so far, or by the same in less time."""
     excess, least = pages.excess.sum(), best.excess.sum()
     return bool(excess < least or (excess == least and pages.times.sum() < best.times.sum() - TINY))
 
 
 def _take_in(choice: Bits, places: Ints, rng: np.random.Generator) -> int:
-    """Choose some more of the recomputations in a random stretch of `places`; return the page after the stretch."""
+    """Add recomputations from a random range of `places` to the choice.
+
+    Return the index of the page after the last one.
+    """
     width = max(3, int(places.size * STRETCH * rng.random() ** 2))
     first = int(rng.integers(max(1, places.size - width + 1)))
     stretch = places[first : first + width]
@@ -81,7 +87,7 @@ def _take_in(choice: Bits, places: Ints, rng: np.random.Generator) -> int:
 
 
 def _order(worth: Floats, happening: Ints, noise: float, rng: np.random.Generator) -> Ints:
-    """Sort the recomputations that happen by seconds per byte (`worth`), descending, randomly perturbed by `noise`."""
+    """Sort recomputations that happen by seconds per byte (`worth`), descending, with random noise."""
     ordered: Ints = happening[
         np.argsort(-worth[happening] * np.exp(noise * rng.standard_normal(happening.size)))
     ]
@@ -89,7 +95,7 @@ def _order(worth: Floats, happening: Ints, noise: float, rng: np.random.Generato
 
 
 def _worth(tape: Tape) -> Floats:
-    """Return the seconds of each execution per byte that it writes."""
+    """Return for each execution its seconds per byte that it writes."""
     sizes = np.where(tape.writes < tape.seeds, tape.sizes[tape.writes], 0)
     total = np.concatenate(([0], np.cumsum(sizes)))
     worth: Floats = tape.seconds / (1 + total[tape.write_from[1:]] - total[tape.write_from[:-1]])

@@ -1,7 +1,8 @@
 """A lower bound on the time of any program of a step graph within a budget, by linear programming.
 
-The LP looks at the step while a few backward ops b_1 < b_2 < ... < b_p run; window w is the time from b_w to the next
-of them. Its variables are fractions from 0 to 1 of what a program does entirely or not at all:
+The LP looks at the step while a few backward ops b_1 < b_2 < ... < b_p run; window w is the time from b_w to
+the next of them. Its variables are fractions from 0 to 1, relaxed from the decisions of a program, which are 0
+or 1:
 
     s[v,i]    forward value v is alive while b_i runs
     x[f,w]    forward op f runs in window w at least once
@@ -30,12 +31,14 @@ import numpy as np
 from fxremat.step.costs import Costs
 from fxremat.step.step_graph import Op, Origin, StepGraph
 
-INSTANTS = 8  # backward ops that the LP looks at, about: evenly spaced ones; two of the largest are added
+# approximate number of backward ops during which memory is limited; evenly spaced, besides the two with most
+# memory
+INSTANTS = 8
 _Variable = tuple[str, int, int]  # ("alive", value, instant) or ("runs", op, window)
 
 
 def lower_bound(graph: StepGraph, costs: Costs, budget: int, *, instants: int = INSTANTS) -> float:
-    """Return seconds that no program within `budget` bytes beats; infinite if the LP proves that none fits."""
+    """Return a lower bound on the seconds of any program within `budget` bytes; infinite if provably none fits."""
     once = sum(costs.seconds)
     fixed = _fixed(graph, costs)
     rows = (_Rows(graph, costs, budget, marks, fixed) for marks in _watched(graph, fixed, instants))
@@ -43,7 +46,7 @@ def lower_bound(graph: StepGraph, costs: Costs, budget: int, *, instants: int = 
 
 
 def _watched(graph: StepGraph, fixed: dict[int, int], instants: int) -> Iterator[list[int]]:
-    """Yield two lists of backward ops, each for an LP that looks at them: several spread ones, and the first alone."""
+    """Yield two lists of backward ops during which memory is limited: several ops, and only the first one."""
     ops = [op.index for op in graph.backward_ops]
     if not ops:
         return
@@ -54,7 +57,10 @@ def _watched(graph: StepGraph, fixed: dict[int, int], instants: int) -> Iterator
 
 
 def _fixed(graph: StepGraph, costs: Costs) -> dict[int, int]:
-    """Return the bytes alive while each backward op runs, whatever is recomputed: gradients, outputs, its workspace."""
+    """Return for each backward op the bytes alive while it runs that recomputation cannot free.
+
+    These are gradients, outputs and the op's workspace.
+    """
     sizes = costs.sizes.values
     pinned = graph.pinned
     last: dict[int, int] = {}
@@ -75,7 +81,7 @@ def _fixed(graph: StepGraph, costs: Costs) -> dict[int, int]:
 
 @dataclass
 class _Rows:
-    """The rows of the linear program; a variable gets its column when it first occurs."""
+    """The rows and columns of the linear program; a variable gets its column when it first occurs."""
 
     graph: StepGraph
     costs: Costs
@@ -92,14 +98,14 @@ class _Rows:
         self.maker = {v.index: v.producer for v in forward if v.producer is not None}
 
     def least(self) -> float:
-        """Return a lower bound on the seconds of recomputation."""
+        """Solve the LP; return a lower bound on the seconds spent on recomputation."""
         for instant in range(len(self.marks)):
             self._memory(instant)
             self._window(instant)
         return self._solve()
 
     def _at_most(self, limit: float, *terms: tuple[float, _Variable]) -> None:
-        """Add the row  sum of factor * variable <= limit."""
+        """Add the constraint: the sum of factor * variable over the terms is at most `limit`."""
         for factor, variable in terms:
             column = self.columns.setdefault(variable, len(self.columns))
             self.entries.append((len(self.limits), column, factor))
@@ -119,7 +125,7 @@ class _Rows:
                 self._at_most(0.0, (1.0, ("alive", value, instant)), *self._there(value, instant - 1))
 
     def _there(self, value: int, window: int) -> list[tuple[float, _Variable]]:
-        """Return the LP terms -s - x: the value is alive when the window begins, or its maker runs in the window."""
+        """Return the LP terms -s - x: the value is alive when the window begins, or is recomputed within it."""
         return [(-1.0, ("alive", value, window)), (-1.0, ("runs", self.maker[value], window))]
 
     def _window(self, window: int) -> None:
@@ -134,15 +140,16 @@ class _Rows:
         return [value for value in values if value in self.maker]
 
     def _backwards(self, window: int) -> tuple[Op, ...]:
-        """Return the backward ops of a window: those after a watched op, up to and including the next watched one."""
+        """Return the backward ops after the `window`-th one at which memory is limited, up to the next one, included.
+        """
         end = self.marks[window + 1] + 1 if window + 1 < len(self.marks) else len(self.graph.ops)
         return self.graph.ops[self.marks[window] + 1 : end]
 
     def _solve(self) -> float:
         """Return the LP's optimum, the least seconds of recomputation; infinite if infeasible, 0.0 if not solved."""
-        if not self.entries:  # no variables: only limits on the bytes that are alive whatever is recomputed
+        if not self.entries:  # there is nothing to recompute, so only fixed bytes have to be within the budget
             return 0.0 if min(self.limits, default=0.0) >= 0 else math.inf
-        from scipy.optimize import linprog  # a second to import: only when used
+        from scipy.optimize import linprog  # the import takes a second, so it is done only here
         from scipy.sparse import coo_array
 
         seconds = np.zeros(len(self.columns))
@@ -151,7 +158,9 @@ class _Rows:
                 seconds[place] = self.costs.seconds[index]
         rows, columns, factors = zip(*self.entries, strict=True)
         matrix = coo_array((factors, (rows, columns)), shape=(len(self.limits), len(self.columns))).tocsr()
-        weight = 1 / np.maximum(1.0, abs(matrix).max(axis=1).toarray().ravel())  # rows mix bytes with fractions
+        # some rows have coefficients in bytes and others in fractions, so each is scaled to a largest
+        # coefficient of 1
+        weight = 1 / np.maximum(1.0, abs(matrix).max(axis=1).toarray().ravel())
         found = linprog(
             seconds / max(seconds.max(), 1e-30),
             A_ub=matrix.multiply(weight[:, None]).tocsr(),

@@ -1,23 +1,23 @@
-"""One program for each call of each graph in a step, on every known path through the model, within one budget.
+"""Choose a program for every graph call of a step, for a model that consists of several graphs, within one budget.
 
-A path is the sequence of graphs that a step calls. Known paths form a tree: a node is a call, its children are the
-calls that came next in some step. What is alive at a call and belongs to no call (inputs, outputs, ops between the
-graphs, the loss, gradients) is the same under any plan, and was measured. With S, the bytes that the calls before have
-saved, a program p of a node fits if
+A path is the sequence of graphs that a step calls. The known paths form a tree, in which each node is a call
+and its children are the calls that came next in some step. Memory that belongs to no call (inputs, outputs, ops
+between the graphs, the loss, gradients) was measured, and is the same under any plan. Let S be the bytes that
+the earlier calls of the step have saved. Then a program p of a node fits if
 
     S + before + p.forward                              <= mem      while its forward runs
     S + p.saved + max(after, back + p.backward)         <= mem      between its forward and its backward, and in that
     S + behind                                          <= mem      until the next backward begins
 
-(and p.copies more in the backward, once a gradient has come that lies otherwise in memory than was traced),
-
-and the expected seconds of a node and all that may follow are
+(and p.copies is added in the backward if a gradient arrives with other strides than were traced). The expected
+seconds of a node and of all calls after it are
 
     T(node, S) = min over p that fits:  p.time + sum over children c of share(c) * T(c, S + p.saved)
 
-`plan` solves this from the leaves to the root, with S in `LEVELS` steps of memory, rounded up: no plan exceeds the
-budget, and none is more than the rounding worse than the best. O(nodes * programs * LEVELS), some 20 to 60 ms for 26
-nodes. One program is chosen for a node whatever follows, since which path a step takes is not known yet.
+where share(c) is the fraction of steps that continue with c. `plan` solves this from the leaves to the root,
+with S rounded up to one of `LEVELS` levels: no plan exceeds the budget, and none is worse than the best by more
+than the rounding. O(nodes * programs * LEVELS), some 20 to 60 ms for 26 nodes. A node's program does not depend
+on what follows, since which path a step takes is not known yet.
 """
 
 from __future__ import annotations
@@ -31,51 +31,56 @@ from numpy.typing import NDArray
 
 from fxremat.search.call_programs import CallProgram, least_of
 
-LEVELS = 4000  # steps of memory
-MOST_NODES = 1000  # of a tree; with more, those that few steps passed are forgotten
-NONE = -1  # no program fits
-NEVER = 1e9  # seconds: more than any step takes
+LEVELS = 4000  # number of levels to which the saved bytes are rounded
+MOST_NODES = 1000  # largest number of nodes of a tree; above it, calls that few steps made are forgotten
+NONE = -1  # index that means: no program fits
+NEVER = 1e9  # seconds; longer than any step takes
 
 Programs = Sequence[CallProgram]
 
 
 @dataclass(eq=False)
 class Node:
-    """A call of a graph in the tree of known paths; bytes are above those at the begin of the step.
+    """A graph call in the tree of known sequences of calls; bytes are above those at the beginning of the step.
 
-    Of all the numbers but `held`, what the calls have saved is left out. A number that is not known yet is 0.
+    The numbers do not include what calls have saved, except in `held`. Unknown numbers are 0.
     """
 
-    graph: Any  # identifies the graph that is called; None: the begin of the step
-    programs: Programs = ()  # of the graph, at the largest sizes of its calls
-    outputs: Mapping[int, int] = field(default_factory=dict)  # bytes of each output that the graph makes, by value
-    gradients: int = 0  # bytes of the gradients that its backward returns
+    graph: Any  # the graph that is called; None for the root, which is the beginning of the step
+    programs: Programs = ()  # ways to run the graph, at the largest sizes of its calls
+    outputs: Mapping[int, int] = field(default_factory=dict)  # bytes of each output that the graph allocates, by value
+    gradients: int = 0  # total bytes of the gradients that the backward of this graph call returns
     inputs: Mapping[int, int] = field(default_factory=dict)  # bytes of each input, by value
     children: dict[Any, Node] = field(default_factory=dict)
-    count: int = 0  # steps that passed it
-    before: int = 0  # when its forward begins
-    after: int = 0  # the most between its forward and the next call, or the begin of the backward
-    back: int = 0  # when its backward begins, the gradients of its outputs included
-    behind: int = 0  # the most between its backward and the next one, or the end of the backward
-    freed: frozenset[int] | None = None  # inputs that nobody but the call holds when its backward begins; None: unknown
-    shared: int = 0  # bytes of gradients of its outputs that others hold until its backward is over
-    strided: bool = False  # some gradient of its outputs came otherwise laid out than was traced
-    measured: bool = False  # False: the numbers are assumed ones
-    held: frozenset[int] = frozenset()  # outputs that were alive when its backward began, and that the numbers count
-    idle: bool | None = None  # no step has run its backward, as what it returns gets no gradient; None: unknown
-    policy: NDArray[np.int64] | None = None  # the number of its program, by the level of what was saved before
+    count: int = 0  # number of steps that made this call
+    before: int = 0  # bytes allocated when the forward of this graph call begins
+    # largest bytes between this call's forward and the next call's forward, or the beginning of the backward
+    after: int = 0
+    back: int = 0  # bytes allocated when this call's backward begins, with the gradients of its outputs
+    behind: int = 0  # largest bytes between this call's backward and the next backward, or the end of all backwards
+    # inputs that only this call keeps alive when its backward begins; None: unknown
+    freed: frozenset[int] | None = None
+    shared: int = 0  # bytes of the gradients of this call's outputs that others keep alive until its backward has ended
+    strided: bool = False  # True if a gradient of this call's outputs arrived with other strides than were traced
+    measured: bool = False  # False: the numbers are assumptions, and no step has measured them yet
+    # outputs of this call that were alive when its backward began; the measured bytes include them
+    held: frozenset[int] = frozenset()
+    idle: bool | None = None  # True if this call's backward did not run in any step; None: unknown
+    # for each level of bytes saved by earlier calls, the index of the chosen program
+    policy: NDArray[np.int64] | None = None
 
     @property
     def choices(self) -> Programs:
-        """The programs to choose from, fastest first: where no backward comes, only the one that saves least."""
+        """The programs to choose from, fastest first; if the backward does not run, only the one that saves least."""
         return [least_of(self.programs)] if self.idle else self.programs
 
     def saved(self, program: CallProgram) -> int:
-        """Return the bytes that a program keeps to its backward, with outputs that the numbers do not count yet."""
+        """Return the bytes that a program saves for the backward, without outputs that the measured bytes include."""
         return kept(program, self.outputs, self.held)
 
     def highest(self, program: CallProgram) -> int:
-        """Return the most bytes from the begin of this call to the end of its backward, above what was saved before."""
+        """Return the peak from the beginning of this call to the end of its backward, above what earlier calls saved.
+        """
         own = self.saved(program)
         if self.idle:
             return max(self.before + program.forward, own + self.after)
@@ -84,17 +89,16 @@ class Node:
         )
 
     def backward(self, program: CallProgram) -> int:
-        """Return the bytes that the backward of a program needs, less the inputs that are freed when it begins.
+        """Return the bytes that the backward of a program allocates, less the inputs that are freed when it begins.
 
-        A program frees the gradients of its outputs after their last use; those that others hold stay.
+        Gradients of outputs are freed after their last use, unless others hold them.
         """
         copies = program.copies if self.strided else 0
         freed = sum(self.inputs.get(value, 0) for value in (self.freed or frozenset()) - program.inputs)
         return max(0, program.backward + self.shared + copies - freed)
 
     def chosen(self, saved: int, mem: int) -> CallProgram | None:
-        """Return the program that the plan for `mem` bytes has where the calls before saved so many; None: it has none.
-        """
+        """Return the program planned for `mem` bytes if earlier calls saved `saved` bytes; None if there is none."""
         if self.policy is None:
             return None
         level = _level(saved, mem)
@@ -102,12 +106,12 @@ class Node:
         return None if number == NONE else self.programs[number]
 
     def assume(self, level: int | None, saved: int, last: Node | None) -> None:
-        """Raise the numbers, which are not measured, to ones that are likely when this call begins.
+        """When the forward of an unmeasured call begins, raise its numbers to likely ones.
 
         Args:
-            level: bytes that are alive now; None: that is not known.
-            saved: bytes that the calls before have saved.
-            last: the call before, if there is one.
+            level: bytes that are alive now; None: not known.
+            saved: bytes that the earlier calls of the step have saved.
+            last: the call before this one, if there is one.
         """
         made = sum(self.outputs.values())
         if level is not None:
@@ -120,15 +124,18 @@ class Node:
         self.behind = max(self.behind, self.before + self.gradients)
 
     def hold(self, alive: frozenset[int]) -> None:
-        """Note outputs that are alive when its backward begins in a measured step: the numbers count them already."""
+        """Record which outputs of this call were alive when its backward began in a measured step.
+
+        The measured bytes contain them already.
+        """
         self.held |= alive
 
     def free(self, dead: frozenset[int]) -> None:
-        """Note inputs that nobody held after its backward in a measured step."""
+        """Record which inputs of this call nothing kept alive after its backward in a measured step."""
         self.freed = dead if self.freed is None else self.freed & dead
 
     def walk(self) -> Iterator[Node]:
-        """Yield this node and all below it; each before its children."""
+        """Yield this node and its descendants, parents before children."""
         stack = [self]
         while stack:
             node = stack.pop()
@@ -136,7 +143,7 @@ class Node:
             stack += node.children.values()
 
     def paths(self) -> Iterator[tuple[Node, ...]]:
-        """Yield each known path: the calls of a step from its first to its last."""
+        """Yield each known path, that is the sequence of graph calls of some step."""
         stack: list[tuple[Node, ...]] = [(child,) for child in self.children.values()]
         while stack:
             path = stack.pop()
@@ -147,11 +154,11 @@ class Node:
 
 
 def kept(program: CallProgram, outputs: Mapping[int, int], held: frozenset[int]) -> int:
-    """Return the bytes that a program keeps to its backward.
+    """Return the bytes that a program saves for its backward.
 
     Args:
-        outputs: bytes of each output that the graph makes, by value.
-        held: outputs that are alive until then anyhow.
+        outputs: bytes of each output that the graph allocates, by value.
+        held: outputs that the caller keeps alive until the backward; they do not count.
     """
     return program.saved + sum(outputs.get(value, 0) for value in program.outputs - held)
 
@@ -161,11 +168,11 @@ def _level(saved: int, mem: int) -> int:
 
 
 def plan(root: Node, mem: int) -> float:
-    """Choose a program for every call and every amount of memory saved before it; return the seconds expected.
+    """Choose a program for each graph call and each level of bytes saved before it; return expected seconds of a step.
 
-    The choice is `policy` of each node. With `NEVER` seconds or more, no programs fit into `mem` bytes on some path;
-    those that fit on the others are chosen nevertheless. Bytes are rounded up, but not where the fastest program of
-    each call fits, or only the one that saves least does.
+    The choice is stored in `policy` of each node. If the result is `NEVER` or more, no programs fit into `mem`
+    bytes on some path; programs are then still chosen for the other paths. Bytes are rounded up, except if the
+    fastest program of each call fits, or only the one that saves least.
     """
     if (seconds := _chosen(root, mem, lambda programs: programs[0])) < NEVER:
         return seconds
@@ -175,9 +182,9 @@ def plan(root: Node, mem: int) -> float:
 
 
 def _chosen(root: Node, mem: int, of: Callable[[Programs], CallProgram]) -> float:
-    """Choose the same kind of program for all calls, if these fit on all paths; return the seconds expected.
+    """Choose the program `of(programs)` for every call if that fits on all paths; return expected seconds of a step.
 
-    They are `NEVER` if these programs do not fit; nothing is chosen then.
+    If they do not fit, return `NEVER` and choose nothing.
     """
     if any(with_programs(path, [of(node.choices) for node in path]).peak > mem for path in root.paths()):
         return NEVER
@@ -194,7 +201,7 @@ def _chosen(root: Node, mem: int, of: Callable[[Programs], CallProgram]) -> floa
 
 
 def _searched(root: Node, mem: int) -> float:
-    """Choose programs by the dynamic program of this module; return the seconds expected."""
+    """Choose programs by the dynamic program that this module describes; return the expected seconds of a step."""
     expected: dict[int, NDArray[np.float64]] = {}
     for node in reversed(list(root.walk())):
         below = np.zeros(LEVELS + 1)
@@ -209,10 +216,10 @@ def _searched(root: Node, mem: int) -> float:
 
 
 def _choose(node: Node, below: NDArray[np.float64], mem: int) -> NDArray[np.float64]:
-    """Choose the program of a node for each level; return the expected seconds from there on.
+    """Choose a node's program for each level of saved bytes; return the expected seconds from this call on, by level.
 
     Args:
-        below: the expected seconds of what follows, by the level of what was saved until then.
+        below: the expected seconds of the calls after it, by the level of bytes saved until then.
     """
     unit = mem / LEVELS
     before = np.arange(LEVELS + 1) * unit
@@ -230,21 +237,21 @@ def _choose(node: Node, below: NDArray[np.float64], mem: int) -> NDArray[np.floa
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """A path with the programs that a plan has for it."""
+    """A sequence of graph calls, with the program that is planned for each."""
 
     nodes: tuple[Node, ...]
     programs: tuple[CallProgram, ...]
-    saved: tuple[int, ...]  # bytes that each call keeps to its backward
-    peak: int  # bytes
+    saved: tuple[int, ...]  # bytes that each call saves for its backward
+    peak: int  # peak bytes of the sequence of calls
 
     @property
     def time(self) -> float:
-        """The seconds of all calls."""
+        """The predicted seconds of all calls."""
         return sum(program.time for program in self.programs)
 
 
 def planned(nodes: Sequence[Node], mem: int) -> Path | None:
-    """Return a path with its programs in the plan for `mem` bytes; None if the plan has none for a call of it."""
+    """Return a sequence of graph calls with the programs of the plan for `mem` bytes; None if one has no program."""
     programs, total = [], 0
     for node in nodes:
         program = node.chosen(total, mem)
@@ -256,7 +263,7 @@ def planned(nodes: Sequence[Node], mem: int) -> Path | None:
 
 
 def with_programs(nodes: Sequence[Node], programs: Sequence[CallProgram]) -> Path:
-    """Return a path with these programs, and its peak."""
+    """Return a sequence of graph calls with these programs, and its peak."""
     total = peak = 0
     saved = []
     for node, program in zip(nodes, programs, strict=True):
@@ -267,7 +274,7 @@ def with_programs(nodes: Sequence[Node], programs: Sequence[CallProgram]) -> Pat
 
 
 def keep_all(root: Node) -> int:
-    """Return the largest peak in bytes of a known path, if each call runs its fastest program. 0: no path is known."""
+    """Return the largest peak in bytes over all known paths if each call runs its fastest program; 0 without paths."""
     return max((with_programs(path, [n.choices[0] for n in path]).peak for path in root.paths()), default=0)
 
 
@@ -285,7 +292,7 @@ def least(root: Node) -> int:
 
 
 def forget(root: Node, most: int = MOST_NODES) -> None:
-    """Halve the counts of a tree until it has at most `most` nodes; those that few steps passed vanish."""
+    """Remove calls that few steps made until the tree has at most `most` nodes, by halving all counts."""
     while sum(1 for _ in root.walk()) > most:
         for node in list(root.walk()):
             for graph, child in list(node.children.items()):

@@ -1,12 +1,13 @@
-"""An op-by-op search that improves the frontier of peak and time, up to the budget of the user: `Ladder`.
+"""An op-by-op search that improves the Pareto frontier of peak and time, up to the user's budget: `Ladder`.
 
-    least             programs that need less than any schedule of blocks, searched for once for a step graph
-    rung 1, 2, 3 ...  a search at each budget of a ladder, from the least to that of the user, 2 % apart
+    least             programs with a lower peak than any schedule of blocks, searched for once for a step graph
+    rung 1, 2, 3 ...  a search at each of a series of budgets, 2 % apart, from the least peak up to the user's budget
 
-The result of one rung fits the next, which starts from it or from the fastest schedule that fits. The rungs do not
-depend on the budget of the user; only how many are climbed does, and a plan is chosen from the results of the rungs up
-to its budget. So more memory never leads to a slower plan, and no plan depends on earlier budgets; the work is counted
-and every random choice is seeded: the same model always has the same plan.
+The result of one rung also fits the next, which starts from it or from the fastest schedule that fits. The
+budgets of the rungs do not depend on the user's budget; it decides only how many are searched, and the plan is
+chosen from the results up to it. So a larger budget never leads to a slower plan, and no plan depends on
+budgets that were asked for earlier. The work of a search is counted in replayed executions instead of seconds,
+and random choices are seeded: the same model always gets the same plan.
 """
 
 from __future__ import annotations
@@ -22,28 +23,30 @@ from fxremat.search.skeleton import Skeleton, Skeletons
 from fxremat.step.costs import Costs
 from fxremat.step.step_graph import StepGraph
 
-EFFORT = 3.0  # seconds, about
-PAGES = 2_000_000  # pages (of 64 executions) that a search replays in a second, about
-RUNGS = 110  # rungs among which the seconds of an effort are divided: a tenfold budget is about so many rungs away
-STEP = 1.02  # ratio of a rung to the one before
-NEAR = 1.002  # times the time without recomputation: a program that is as fast is not improved
-SMALLER = 1.05  # factor by which one try lowers the least peak
-IN_VAIN = 3  # tries without success after which the least peak is not lowered further
-LOWERED = 30  # tries to lower the least peak, at most
-PATIENT = 5  # times the work of a rung: the work of one try to lower the least peak
+EFFORT = 3.0  # seconds that the search takes, about
+PAGES = 2_000_000  # approximate number of pages (of 64 executions) that a search simulates per second
+# number of searches among which the seconds of an effort are divided, for budgets up to a factor of ten apart
+RUNGS = 110
+STEP = 1.02  # ratio of the budgets of successive searches
+NEAR = 1.002  # programs within this factor of the time without recomputation are not improved
+SMALLER = 1.05  # each try searches for a peak that is lower by this factor
+IN_VAIN = 3  # after this many tries without success the search for a lower peak ends
+LOWERED = 30  # largest number of tries to lower the least peak
+PATIENT = 5  # a search for a lower peak simulates this many times as much as another search
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """A frontier, and the result of the search on each rung that was climbed, by increasing budget."""
+    """A Pareto frontier, and results of op-by-op searches for a series of increasing budgets, called rungs."""
 
     given: Frontier
-    found: tuple[tuple[int, Candidate], ...] = ()  # a rung in bytes, and its result
-    climbed: int = 0  # bytes: the highest rung so far
+    # (budget in bytes, faster program found by the search), by increasing budget
+    found: tuple[tuple[int, Candidate], ...] = ()
+    climbed: int = 0  # largest budget in bytes for which a search was done
 
     @property
     def rungs(self) -> list[int]:
-        """Budgets from the least to the peak of keep-all, in bytes."""
+        """The budgets of all searches in bytes, from the least peak to the peak without recomputation."""
         least, most = self.given.minimum, self.given.keep_all.peak
         rungs = [least]
         while rungs[-1] < most:
@@ -51,9 +54,9 @@ class Ladder:
         return rungs
 
     def to(self, budget: int, costs: Costs, *, effort: float) -> Ladder:
-        """Return the ladder climbed up to a budget in bytes; rungs that were climbed before are skipped.
+        """Return the results after searching all budgets up to `budget` bytes; budgets searched before are skipped.
 
-        Climbing the entire ladder takes about `effort` seconds.
+        Searching all rungs takes about `effort` seconds.
         """
         rungs = [rung for rung in self.rungs if self.climbed < rung <= budget]
         if not rungs or not effort:
@@ -64,21 +67,22 @@ class Ladder:
         return replace(self, found=tuple(search.found), climbed=rungs[-1])
 
     def frontier(self, budget: int) -> Frontier:
-        """Return the frontier up to a budget: the given candidates, and the results of the rungs up to there."""
+        """Return the Pareto frontier of the given candidates and of search results with budgets up to `budget` bytes.
+        """
         found = [candidate for rung, candidate in self.found if rung <= budget]
         return replace(self.given, candidates=tuple(unbeaten([*self.given.candidates, *found])))
 
     def on(self, graph: StepGraph) -> Ladder:
-        """Return the ladder with its candidates as candidates of `graph`, which is equal to the graph they were for."""
+        """Return the results with candidates transferred to `graph`, which is equal to their own graph."""
         moved = exchanged(graph)
         found = tuple((rung, moved(candidate)) for rung, candidate in self.found)
         return replace(self, given=self.given.each(moved), found=found)
 
 
 def lowered(candidates: tuple[Candidate, ...], costs: Costs, *, effort: float) -> tuple[Candidate, ...]:
-    """Search for programs with a lower peak than any of `candidates`; return all that are unbeaten, fastest first.
+    """Search for programs with a lower peak than any of `candidates`; return the Pareto frontier, fastest first.
 
-    It takes up to a few times the seconds of one rung of a ladder climbed with this `effort`.
+    The search takes a few times as long as one of the searches for different budgets with this `effort`.
     """
     return tuple(
         unbeaten([*candidates, *_smaller(candidates[-1], costs, int(PATIENT * effort * PAGES / RUNGS))])
@@ -101,19 +105,24 @@ def _smaller(start: Candidate, costs: Costs, work: int) -> Iterator[Candidate]:
 
 
 class _Search:
-    """A search up the rungs of a ladder: each starts from the result of the one before, or a faster given candidate."""
+    """Searches for a series of budgets; each search starts from the previous result, or from a faster candidate."""
 
     def __init__(self, ladder: Ladder, costs: Costs, work: int) -> None:
         self.found = list(ladder.found)
         self._given, self._costs, self._work = ladder.given, costs, work
         self._near = NEAR * ladder.given.keep_all.time
         self._skeletons = Skeletons(ladder.given.keep_all.layout.graph, costs)
-        self._skeleton: tuple[Candidate, Skeleton] | None = None  # the last start and its skeleton, which is reused
+        # the last starting candidate and its preprocessed form, kept for reuse
+        self._skeleton: tuple[Candidate, Skeleton] | None = None
 
     def climb(self, rung: int) -> None:
-        """Search for a faster program within one rung's budget, in bytes, and add it to `found` if there is one."""
+        """Search for a program within `rung` bytes that is faster than the last one.
+
+        If there is one, append it to `found`.
+        """
         start = self._given.within(rung)
-        if self.found and self.found[-1][1].time < start.time:  # each result is faster than those before
+        # the last result in `found` has the largest budget, and is the fastest
+        if self.found and self.found[-1][1].time < start.time:
             start = self.found[-1][1]
         if start.time <= self._near:
             return
@@ -130,6 +139,6 @@ class _Search:
 
 
 def _candidate(start: Candidate, skeleton: Skeleton, choice: Bits, peak: int, costs: Costs) -> Candidate:
-    """Return the candidate that runs the chosen executions of a skeleton, with `start` as its origin."""
+    """Return the candidate that consists of the chosen executions of ops; `start` tells how it was found."""
     order = skeleton.order(choice)
     return start.refined_to(order, peak, costs.time_of(order.ops))

@@ -1,12 +1,13 @@
-"""Compiled replay of a skeleton: exact peak and time of a choice, and of one that differs a little from it.
+"""Compiled replay: exact peak and time of a choice of recomputations, and fast updates after small changes.
 
-A skeleton is a fixed order of executions, some of them optional (`search.skeleton`); a choice says which may happen.
+A skeleton (`search.skeleton`) is a fixed order of executions, some of them optional; a choice says which may
+happen. The replay runs backwards: a value is alive from the moment a reader is met until an execution that
+writes it is met; an optional execution none of whose outputs is alive does not happen. The memory model is that
+of `step.liveness`.
 
-The replay runs backwards: a value is alive from the moment a reader is met until an execution that writes it is met; an
-optional execution none of whose outputs is alive does not happen. Memory is that of `step.liveness`.
-
-What is alive is noted every PAGE executions. After a change of one choice, the replay starts at its page and ends when
-what is alive is as it was before: the remaining pages stay as they are.
+The set of alive values is stored every PAGE executions. After one decision of a choice is changed, the replay
+starts at its page and ends as soon as the alive values equal the stored ones: the results of the remaining
+pages stay valid.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bits = NDArray[np.uint8]
 
-PAGE = 64  # executions
-TINY = 1e-12  # seconds: differences below it are rounding
+PAGE = 64  # executions per page
+TINY = 1e-12  # seconds; smaller differences are rounding errors
 
 
 class Tape(NamedTuple):
-    """A skeleton as arrays: execution i reads reads[read_from[i] : read_from[i + 1]], and so for writes."""
+    """Possible executions of ops as arrays, for simulation of their memory.
+
+    Execution i reads the values reads[read_from[i] : read_from[i + 1]], and writes likewise.
+    """
 
     optional: Bits
     read_from: Ints
@@ -35,24 +39,24 @@ class Tape(NamedTuple):
     write_from: Ints
     writes: Ints
     sizes: Ints  # bytes of each value
-    extra: Ints  # bytes of each execution while it runs
+    extra: Ints  # for each execution, bytes allocated only during it, besides what it reads and writes
     seconds: Floats
-    seeds: int  # values from this number on occupy no memory unless they are read
+    seeds: int  # values from this index on are saved generator states, which occupy memory only if they are read
 
 
 class Pages(NamedTuple):
-    """The results of a replay; page p holds the executions from PAGE * p on."""
+    """The results of a simulation, in pages of `PAGE` executions; page p begins with execution PAGE * p."""
 
-    runs: Bits  # by execution: whether it happens
-    alive: Bits  # [pages + 1, values]: whether each value is alive before each page and, last, at the end
-    levels: Ints  # [pages + 1]: bytes alive at the same moments
-    peaks: Ints  # [pages]: most bytes during an execution of the page
-    excess: Ints  # [pages]: bytes above the budget, added up over the executions
-    times: Floats  # [pages]: seconds
+    runs: Bits  # for each possible execution of an op, 1 if it runs
+    alive: Bits  # [pages + 1, values]: whether each value is alive before each page, and at the end
+    levels: Ints  # [pages + 1]: bytes alive before each page, and at the end
+    peaks: Ints  # [pages]: largest number of bytes alive during the executions of each page
+    excess: Ints  # [pages]: bytes above the budget, summed over the executions of each page
+    times: Floats  # [pages]: total seconds of the executions of each page
 
 
 def blank_pages(tape: Tape) -> Pages:
-    """Allocate the arrays for a replay."""
+    """Allocate arrays for the results of a simulation."""
     count = (tape.optional.size + PAGE - 1) // PAGE
     return Pages(
         np.zeros(tape.optional.size, np.uint8),
@@ -66,7 +70,10 @@ def blank_pages(tape: Tape) -> Pages:
 
 @jit
 def replay(tape: Tape, choice: Bits, pages: Pages, budget: int) -> tuple[int, float]:
-    """Replay a choice into `pages`, and return its peak in bytes and its time in seconds. O(reads + writes)."""
+    """Simulate the chosen executions, write results to `pages`, and return peak in bytes and time in seconds.
+
+    O(reads + writes).
+    """
     count, peak, time = pages.peaks.size, 0, 0.0
     for value in range(tape.sizes.size):
         pages.alive[count, value] = 0
@@ -80,7 +87,7 @@ def replay(tape: Tape, choice: Bits, pages: Pages, budget: int) -> tuple[int, fl
 
 @jit
 def _page(tape: Tape, choice: Bits, pages: Pages, page: int, budget: int) -> None:
-    """Replay one page backwards, from what is alive after it, and note the results in `pages`."""
+    """Simulate one page of executions backwards, given the values alive after it, and store the results in `pages`."""
     runs, alive = pages.runs, pages.alive[page]
     _copy(pages.alive[page + 1], alive, 0, alive.size)
     level, peak, excess, time = pages.levels[page + 1], 0, 0, 0.0
@@ -110,7 +117,7 @@ def _page(tape: Tape, choice: Bits, pages: Pages, page: int, budget: int) -> Non
 
 @jit
 def _wanted(tape: Tape, alive: Bits, i: int) -> bool:
-    """Tell whether anything that execution i writes is read before it is written again."""
+    """Tell whether a value that execution i writes is read before it is written again."""
     wanted = False
     for k in range(tape.write_from[i], tape.write_from[i + 1]):
         wanted = wanted or alive[tape.writes[k]] == 1
@@ -119,7 +126,7 @@ def _wanted(tape: Tape, alive: Bits, i: int) -> bool:
 
 @jit
 def copy_pages(source: Pages, target: Pages, low: int, high: int) -> None:
-    """Copy the results of pages low..high - 1, and what is alive before and after each of them."""
+    """Copy the results of pages low..high - 1, with the sets of values alive before and after each page."""
     _copy(source.runs, target.runs, low * PAGE, min(high * PAGE, source.runs.size))
     for page in range(low, high + 1):
         _copy(source.alive[page], target.alive[page], 0, source.alive.shape[1])
@@ -132,7 +139,8 @@ def copy_pages(source: Pages, target: Pages, low: int, high: int) -> None:
 
 @jit
 def _copy(source: Bits, target: Bits, low: int, high: int) -> None:
-    """Copy entries low..high - 1; a slice assignment would check shapes, in half a second of compiled code."""
+    """Copy entries low..high - 1. A slice assignment would add half a second of compilation, for its checks of shapes.
+    """
     for k in range(low, high):
         target[k] = source[k]
 
@@ -141,9 +149,9 @@ def _copy(source: Bits, target: Bits, low: int, high: int) -> None:
 def replay_again(
     tape: Tape, choice: Bits, old: Pages, new: Pages, high: int, budget: int, allowed: int
 ) -> int:
-    """Replay a changed choice into `new`, from page `high - 1` down, until what is alive is as in `old`.
+    """Simulate a changed choice into `new`, backwards from page `high - 1` until the alive values equal those in `old`.
 
-    Returns the lowest page that was replayed: pages below it stay as in `old`. Returns -1 once the replayed pages
+    Return the lowest simulated page, below which pages stay as in `old`; -1 as soon as the simulated pages
     exceed the budget by more than `allowed` bytes.
     """
     _copy(old.alive[high], new.alive[high], 0, old.alive.shape[1])
@@ -168,10 +176,10 @@ def _equal(one: Bits, other: Bits) -> bool:
 
 @jit
 def spend(tape: Tape, choice: Bits, pages: Pages, spare: Pages, places: Ints, budget: int) -> int:
-    """Leave the recomputations at `places` out of a choice, in this order, each if it costs no time and still fits.
+    """Remove those recomputations at `places` from a choice, one by one, whose removal costs no time and still fits.
 
-    `choice`, and `pages`, the results of its replay, change in place. If the choice exceeds the budget, leaving one out
-    must not make it exceed it by more. Returns the number of pages replayed.
+    `choice`, and `pages` with its simulation results, change in place. If the choice exceeds the budget
+    already, a removal must not increase the excess. Returns the number of simulated pages.
     """
     work, excess = 0, 0
     for page in range(pages.excess.size):

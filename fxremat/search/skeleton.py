@@ -1,14 +1,15 @@
-"""Every execution that a program may contain, in one fixed order; a choice says which of them happen.
+"""A skeleton: all executions that a program may contain, in one fixed order; a choice says which of them happen.
 
     program      f1 f2 f3 | b3 b2 r1 b1                      r: a recomputation that the program has
-    skeleton     f1 f2 f3 | (r2) b3 (r1) b2 (r1) b1          (r): one that may happen or not
+    skeleton     f1 f2 f3 | (r2) b3 (r1) b2 (r1) b1          (r): a recomputation that may happen or not
 
-First executions and backward ops always happen. A value is read from its latest execution and is alive from there to
-its last reader, so every choice is a valid program: leaving a recomputation out only keeps what it would have made
-alive since the execution before. What the caller holds is read from its first execution, which nothing frees.
+First executions and backward ops always happen. A value is read from its latest execution and is alive from
+there to its last reader. So every choice is a valid program: without a recomputation, its outputs only stay
+alive since the execution before. Values that the caller holds are read from their first execution, and are
+never freed.
 
-The skeleton of a program has the program's own recomputations and, before each backward op, those of the closest
-recomputable forward ops upstream of its inputs.
+The skeleton of a program has the program's own recomputations and, before each backward op, recomputations of
+the forward ops that are closest upstream of its inputs.
 """
 
 from __future__ import annotations
@@ -26,25 +27,27 @@ from fxremat.step.layout import Layout
 from fxremat.step.program import Order
 from fxremat.step.step_graph import Origin, StepGraph
 
-NEAREST = 16  # recomputations that a skeleton offers before each backward op, at most
+NEAREST = 16  # maximum number of recomputations that may be inserted before each backward op
 
 
 @dataclass(frozen=True, eq=False)
 class Skeleton:
-    """All executions that may happen, in order, and the choice among them that is the program it was built around."""
+    """A program with recomputations inserted wherever they may help: all possible executions of ops, in order."""
 
     layout: Layout
     tape: Tape
-    choice: Bits  # the choice that is the program
-    ops: Ints  # the op of each execution; -1 for the split and the end
-    blocks: Ints  # the block of each execution; -1 for the split and the end
+    choice: Bits  # for each possible execution of an op, 1 if this candidate runs it
+    # the op of each execution; -1 for the end of the forward, the arrival of gradients and the end of the step
+    ops: Ints
+    blocks: Ints  # the block (run of ops between two cuts) of each execution; -1 where `ops` is -1
 
     def judge(self, choice: Bits) -> tuple[int, float]:
-        """Return the peak in bytes and the time in seconds of a choice. O(executions), some tens of microseconds."""
+        """Return peak in bytes and time in seconds of a choice of executions. O(executions), some tens of microseconds.
+        """
         return replay(self.tape, choice, blank_pages(self.tape), 0)
 
     def order(self, choice: Bits) -> Order:
-        """Return the order of ops that run under a choice, without recomputations that nothing reads."""
+        """Return the order of the chosen executions, without recomputations whose results are not read."""
         pages = blank_pages(self.tape)
         replay(self.tape, choice, pages, 0)
         runs = (pages.runs == 1) & (self.ops >= 0)
@@ -58,7 +61,7 @@ class Skeleton:
 
 
 class Skeletons:
-    """A builder of skeletons of a step graph's programs; what does not depend on the program is made once."""
+    """Builds skeletons (programs with all recomputations that may help) for one step graph, from shared tables."""
 
     def __init__(self, graph: StepGraph, costs: Costs, *, nearest: int = NEAREST) -> None:
         self._executions = Executions(graph, costs)
@@ -66,7 +69,10 @@ class Skeletons:
         self._backward = [op.backward for op in graph.ops]
 
     def around(self, order: Order) -> Skeleton:
-        """Build the skeleton around the program that runs in this order. O(steps * nearest)."""
+        """Return a skeleton: the program that runs ops in this order, with all recomputations that may help.
+
+        O(steps * nearest).
+        """
         ops, blocks, again, chosen, split = self._listed(order)
         moments = np.array([split, split, len(ops)])
         entries = self._executions.entries(np.array(ops, np.int64), np.array(again, bool), split)
@@ -79,7 +85,10 @@ class Skeletons:
         )
 
     def _listed(self, order: Order) -> tuple[list[int], list[int], list[bool], list[bool], int]:
-        """List op and block of each execution, if it repeats an op, and if the program has it; and return the split."""
+        """List the possible executions: op, block, whether it is a recomputation, whether the given program has it.
+
+        The last result is the index of the first execution in the backward graph.
+        """
         ops, blocks, again, chosen = list[int](), list[int](), list[bool](), list[bool]()
         ran, just_ran, split = set[int](), set[int](), len(order.ops)
         for position, (op, block) in enumerate(zip(order.ops, order.blocks, strict=True)):
@@ -100,14 +109,14 @@ class Skeletons:
 
 
 class _Neighbours:
-    """A finder of the recomputable forward ops that are closest upstream of a backward op's inputs: `near(op)`."""
+    """Finds the recomputable forward ops that are closest upstream of an op's inputs: `near(op)`."""
 
     def __init__(self, graph: StepGraph, nearest: int) -> None:
         self.graph, self.nearest, self.pinned = graph, nearest, graph.pinned
         self.near = cache(self._near)
 
     def _near(self, index: int) -> list[int]:
-        """List the recomputable forward ops closest upstream of an op's inputs, in the order of the forward."""
+        """List the recomputable forward ops closest upstream of an op's inputs, in forward order."""
         found: dict[int, None] = {}
         front = self._makers(self.graph.ops[index].reads)
         while front and len(found) < self.nearest:
@@ -118,7 +127,7 @@ class _Neighbours:
         return sorted(found)
 
     def _makers(self, values: Iterable[int]) -> list[int]:
-        """List the forward ops that make these values and may run again."""
+        """List the recomputable forward ops that make these values."""
         makers = [
             value.producer
             for value in (self.graph.values[index] for index in values)
@@ -127,5 +136,5 @@ class _Neighbours:
         return [maker for maker in dict.fromkeys(makers) if maker is not None and self._repeatable(maker)]
 
     def _repeatable(self, index: int) -> bool:
-        """Tell whether an op may run again: not if it reads inputs that the step overwrites, which needs copies."""
+        """Tell whether an op may be recomputed: not if it reads inputs that the step overwrites."""
         return self.graph.mutated_primals.isdisjoint(self.graph.ops[index].again_reads)

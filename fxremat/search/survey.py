@@ -1,9 +1,10 @@
-"""The survey of a step graph: the Pareto frontier of its programs in peak and time, by exact liveness.
+"""The survey of a step graph: the Pareto frontier of its programs in peak and time.
 
-A survey cuts the graph into chains of blocks in several ways, solves each for many budgets, first coarsely and then
-finely those that turned out best, and evaluates the schedules op by op. It does not know the budget: it evaluates the
-same programs whatever the budget is, and drops those that are beaten in both memory and time. So less memory can never
-lead to a faster plan than more. `search.refine` improves the programs op by op, up to the budget.
+A survey cuts the graph into chains of blocks in several ways and solves each chain for many budgets, first
+coarsely, then finely for the ways that turned out best. Peak and time of the schedules are evaluated op by op.
+The survey does not know the user's budget: it always evaluates the same programs, and drops those that others
+beat in both memory and time. So a smaller budget can never lead to a faster plan. `search.refine` improves the
+programs op by op, up to the budget.
 """
 
 from __future__ import annotations
@@ -36,29 +37,30 @@ from fxremat.step.layout import Layout
 from fxremat.step.program import order_of
 from fxremat.step.step_graph import StepGraph
 
-NEAR_LEAST = 1.15  # the last table covers budgets up to this multiple of the least memory of the chain
-APART = 1.01  # ratio of successive budgets that a chain is solved for
-A_FEW = 5  # schedules of each table that are evaluated first: if all are beaten, no more of the layout's are
-LARGE = 2000  # ops: half as many schedules of larger graphs are evaluated
-COARSE = 150  # slots of the first tables of layouts with many blocks
+NEAR_LEAST = 1.15  # the last table of a chain covers budgets up to this multiple of the chain's least memory
+APART = 1.01  # ratio of successive budgets for which a chain is solved
+# number of schedules of each table that are evaluated first; chains with one on the frontier get more
+A_FEW = 5
+LARGE = 2000  # ops; for larger graphs half as many schedules are evaluated
+COARSE = 150  # memory levels in the first tables of chains with more than `MANY_BLOCKS` blocks
 MANY_BLOCKS = 120
-LUMP = 500  # ops: a layout with a larger block is skipped if another layout has none
+LUMP = 500  # maximum ops of a block; a way to cut the graph with a larger block is skipped if another way has none
 MOST_BLOCKS = 250
-MOST_VALUES = 6  # values that may cross a cut
-JOIN_SLOTS = 150  # steps of memory in the table of a join
-MEASURING_SLOTS = 100  # steps of memory in the table that decides in which order ops are measured
-JOIN_STEP = 0.85  # ratio of a budget that a join of towers is solved for to the one before
-FAR = 1 << 50  # bytes: more than anything needs
+MOST_VALUES = 6  # maximum number of values that may cross a cut between blocks
+JOIN_SLOTS = 150  # memory levels in the table of a join (chains that meet only at the end)
+MEASURING_SLOTS = 100  # memory levels in the table that decides in which order ops are measured
+JOIN_STEP = 0.85  # ratio of each budget that a join is solved for to the one before
+FAR = 1 << 50  # number of bytes that exceeds any need
 
 
 def survey(
     graph: StepGraph, costs: Costs, *, solver: str = "auto", slots: int = 500, effort: float = EFFORT
 ) -> Frontier:
-    """Cut the graph into chains, solve them for many budgets, and evaluate every schedule by exact liveness.
+    """Cut the graph into chains, solve them for many budgets, and return the Pareto frontier of the schedules.
 
-    With "auto" and an effort in seconds, it also searches for programs that need less than any schedule of blocks; a
-    solver that is asked for by name decides alone what runs. `slots` is the number of steps of memory in the solvers'
-    tables. Runs a second or two for a GPT of 12 layers. Raises `FxrematError` for an unknown solver.
+    With "auto" and an effort in seconds, it also searches for programs that need less memory than any schedule
+    of blocks; a solver that is named decides alone what runs. `slots` is the number of memory levels in the
+    solvers' tables. Runs a second or two for a GPT of 12 layers. Raises `FxrematError` for an unknown solver.
     """
     if solver not in (names := ("auto", *LISTS, *TABLES)):
         raise FxrematError(f"no solver {solver!r} plans models; there are {', '.join(sorted(names))}")
@@ -77,15 +79,15 @@ def survey(
 
 
 def kept(graph: StepGraph, costs: Costs) -> Frontier:
-    """Return the frontier whose only candidate is the one that recomputes nothing, without a search."""
+    """Return the frontier whose only candidate recomputes nothing, without a search."""
     everything = _Judge(graph, costs).keep_everything(next(_layouts(graph, costs)))
     return Frontier(keep_all=everything, candidates=(everything,))
 
 
 def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int]:
-    """Return the ops in an order in which the step fits into `budget` bytes.
+    """Return an order of the ops, with recomputations if needed, in which the step fits into `budget` bytes.
 
-    That is the captured order if it needs no more, else the order of a program of nearly the least memory.
+    That is the captured order if it fits, else the order of a program of nearly the least memory.
     """
     layout, judge = next(_layouts(graph, costs)), _Judge(graph, costs)
     everything = judge.keep_everything(layout).peak
@@ -98,14 +100,14 @@ def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int]:
 
 
 class _Judge:
-    """An evaluator of schedules of one step graph: exact peak and time."""
+    """Evaluates the exact peak and the time of schedules of one step graph."""
 
     def __init__(self, graph: StepGraph, costs: Costs) -> None:
         self.costs, self._executions = costs, Executions(graph, costs)
         self._chains: dict[Layout, Chain] = {}
 
     def of(self, layout: Layout, schedules: Iterable[Schedule]) -> list[Candidate]:
-        """Return a candidate for each distinct schedule."""
+        """Evaluate each distinct schedule of the layout's blocks as a candidate."""
         return [self._one(layout, schedule) for schedule in dict.fromkeys(schedules)]
 
     def _one(self, layout: Layout, schedule: Schedule) -> Candidate:
@@ -114,7 +116,7 @@ class _Judge:
         return Candidate(peak=peak, time=time, layout=layout, origin=FromSchedule(schedule, order))
 
     def chain(self, layout: Layout) -> Chain:
-        """Return the chain of a layout, which is made once."""
+        """Return the layout as a chain with bytes and seconds, cached."""
         if layout not in self._chains:
             self._chains[layout] = chain_of(layout, self.costs)
         return self._chains[layout]
@@ -126,7 +128,7 @@ class _Judge:
 
 
 def _layouts(graph: StepGraph, costs: Costs) -> Iterator[Layout]:
-    """Yield a layout, the step graph as a chain of blocks, for each way to cut the forward that is worth trying."""
+    """Yield the step graph cut into a chain of blocks, for each way to cut its forward that is worth trying."""
     crossing = crossings(graph)
     forward = costs.seconds[: graph.forward_count]
     ways = [(crossing.cuts(carried), carried) for carried in carry_levels(graph, crossing, forward)]
@@ -146,7 +148,7 @@ def _largest(ends: Sequence[int], count: int) -> int:
 
 
 def _thin(ends: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """Return at most MOST_BLOCKS of the ends of blocks, without the ends of the blocks with the fewest seconds."""
+    """Return at most MOST_BLOCKS of the positions that blocks end at, dropping those of the shortest blocks."""
     ends = list(ends)
     if len(ends) <= MOST_BLOCKS:
         return ends
@@ -158,7 +160,10 @@ def _thin(ends: Sequence[int], seconds: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _Solved:
-    """A layout, and its tables for smaller and smaller budgets: the slots of one table are coarse for small budgets."""
+    """A way to cut the graph into blocks, with solver tables for smaller and smaller budgets.
+
+    One table would be too coarse for small budgets.
+    """
 
     layout: Layout
     chain: Chain
@@ -167,7 +172,7 @@ class _Solved:
 
     @classmethod
     def of(cls, layout: Layout, judge: _Judge, solver: str, slots: int) -> _Solved:
-        """Fill the tables, which cover the full range of budgets whatever the user's budget is."""
+        """Fill the tables, which cover the full range of budgets, whatever the user's budget is."""
         chain = judge.chain(layout)
         build = TABLES[DEFAULT if solver == "auto" else solver]
         most = max(1, simulate(chain, keep_all.schedules(chain)[0]).peak)
@@ -181,18 +186,18 @@ class _Solved:
         return cls(layout, chain, judge, tuple(tables))
 
     def few(self, count: int) -> list[Candidate]:
-        """Return the candidates of about `count` schedules of each table."""
+        """Return candidates for about `count` schedules of each table."""
         return self.judge.of(self.layout, (s for table in self.tables for s in table.frontier(count)))
 
     def many(self, apart: float) -> list[Candidate]:
-        """Return candidates for budgets that are a factor `apart`, each from the finest table that covers it."""
+        """Return candidates for a series of budgets, each `apart` times the next, each from the finest table for it."""
         smaller = [*(table.mem for table in self.tables[1:]), 0]
         tables = zip(self.tables, smaller, strict=True)
         return self.judge.of(self.layout, (s for table, above in tables for s in table.spread(apart, above)))
 
 
 def _solved(layouts: Sequence[Layout], judge: _Judge, solver: str, slots: int) -> list[Candidate]:
-    """Return candidates: a few of every layout, and many of each layout that has an unbeaten one among its few."""
+    """Return candidates: a few for every way to cut the graph, and many for those with one on the Pareto frontier."""
     large = len(layouts[0].graph.ops) > LARGE
     solved = [_Solved.of(layout, judge, solver, _first_slots(layout, slots)) for layout in layouts]
     found = [candidate for each in solved for candidate in each.few(A_FEW // 2 if large else A_FEW)]
@@ -208,12 +213,15 @@ def _solved(layouts: Sequence[Layout], judge: _Judge, solver: str, slots: int) -
 
 
 def _first_slots(layout: Layout, slots: int) -> int:
-    """Return the number of slots with which a layout is solved at first."""
+    """Return the number of memory levels with which a chain is solved at first."""
     return slots if len(layout.blocks) <= MANY_BLOCKS else min(slots, COARSE)
 
 
 def _joined(judge: _Judge, graph: StepGraph, slots: int) -> Iterator[Candidate]:
-    """Yield candidates for smaller and smaller budgets from the model's towers, as a join; none if it has no towers."""
+    """Yield candidates for decreasing budgets that treat the model as a join of several chains; none if it is not one.
+
+    In a join, chains of ops share no value until they meet, as in a siamese network.
+    """
     costs, crossing = judge.costs, crossings(graph)
     towers = find_towers(graph, crossing, costs.seconds)
     if towers is None:
@@ -224,15 +232,16 @@ def _joined(judge: _Judge, graph: StepGraph, slots: int) -> Iterator[Candidate]:
     budget = JOINS["keep_all"](join, FAR, slots).peak
     try:
         table = canonical.build(join, budget, JOIN_SLOTS)
-    except FxrematError:  # too many towers for a table
+    except FxrematError:  # raised if there are too many branches for a table
         return
     while budget >= table.least:
         try:
             timeline = simulate_join(join, table.schedule(budget))
-        except BudgetTooSmall:  # rounding to slots, which are coarse for small budgets
+        except BudgetTooSmall:  # a small budget can fail, because memory is rounded to coarse levels
             return
         schedule = on_the_layout(timeline.schedule, parts)
-        with suppress(InvalidSchedule):  # a gradient that both towers add to may wait until what it needs is freed
+        # a gradient that both branches add to may have to wait until values that it needs are freed
+        with suppress(InvalidSchedule):
             (judged,) = judge.of(layout, [schedule])
             yield replace(judged, origin=FromJoin(schedule, judged.order(), timeline=timeline))
         budget = int(min(budget, timeline.peak) * JOIN_STEP)

@@ -1,1 +1,1 @@
-"""Plans as text, as a page and as pictures."""
+"""Shows plans as text, as HTML pages, as pictures, and in file formats of other tools."""

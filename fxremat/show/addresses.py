@@ -1,4 +1,4 @@
-"""An allocator of addresses for blocks of memory: best fit, and adjacent free blocks are merged."""
+"""Assigns addresses to blocks of memory: best fit, and adjacent free blocks are merged."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from bisect import bisect_left, insort
 
 
 class Addresses:
-    """An address space from 0 on, without a limit. Blocks that exist at the same time do not overlap."""
+    """An unlimited address space that starts at 0; blocks allocated at the same time do not overlap."""
 
     def __init__(self) -> None:
-        self.end = 0  # bytes up to the highest address ever used
-        self._starts: list[int] = []  # the starts of free extents, in order; no two extents touch
-        self._sizes: dict[int, int] = {}  # start of each free extent -> its bytes
-        self._by_size: list[tuple[int, int]] = []  # (bytes, start) of each free extent, in order
+        self.end = 0  # one more than the highest address used so far
+        self._starts: list[int] = []  # sorted start addresses of the free extents; no two extents are adjacent
+        self._sizes: dict[int, int] = {}  # start address of a free extent -> its bytes
+        self._by_size: list[tuple[int, int]] = []  # sorted (bytes, start address) of the free extents
 
     def take(self, size: int) -> int:
-        """Return the address of a new block: in the smallest free extent that holds it, else at the end.
+        """Allocate a block in the smallest free extent that is large enough, else at the end; return its address.
 
-        O(free extents).
-
-        A free extent at the end of the space is extended, so that the space grows as little as possible.
+        A free extent at the end of the address space is extended, so that the space grows as little as
+        possible. O(free extents).
         """
         place = bisect_left(self._by_size, (size, 0))
         if place < len(self._by_size):
@@ -36,7 +35,7 @@ class Addresses:
         return start
 
     def give_back(self, start: int, size: int) -> None:
-        """Free a block, and merge it with adjacent free blocks. O(free extents)."""
+        """Free a block and merge it with adjacent free extents. O(free extents)."""
         after = bisect_left(self._starts, start)
         if after < len(self._starts) and self._starts[after] == start + size:
             neighbour = self._starts[after]

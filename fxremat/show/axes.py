@@ -1,4 +1,4 @@
-"""Axes of pictures: round numbers with their units, and the lines of an SVG that show them."""
+"""Chooses round numbers with units for the axes of pictures, and draws axes in SVG."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 SIZES = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
 SECONDS = (("us", 1e-6), ("ms", 1e-3), ("s", 1.0))
-_TICKS = 6  # labelled ticks of an axis besides 0, at most
+_TICKS = 6  # maximum number of labelled ticks of an axis, 0 not counted
 
 
 def round_steps(most: float, count: int = _TICKS) -> list[float]:
-    """Return 0 and the multiples of 1, 2 or 5 times a power of ten up to `most`: at most `count` of them besides 0.
+    """Return 0 and the multiples up to `most` of a round number (1, 2 or 5 times a power of ten).
+
+    At most `count` of them are above 0.
 
     >>> round_steps(43.0)
     [0.0, 10.0, 20.0, 30.0, 40.0]
@@ -24,12 +26,12 @@ def round_steps(most: float, count: int = _TICKS) -> list[float]:
 
 
 def size_ticks(most: float) -> list[tuple[float, str]]:
-    """Return bytes and labels, such as (2097152.0, "2 MiB"), from 0 to `most`."""
+    """Return ticks (bytes, label) from 0 to at most `most`, such as (2097152.0, "2 MiB")."""
     return _labelled(most, SIZES)
 
 
 def time_ticks(most: float) -> list[tuple[float, str]]:
-    """Return seconds and labels, such as (0.02, "20 ms"), from 0 to `most`."""
+    """Return ticks (seconds, label) from 0 to at most `most`, such as (0.02, "20 ms")."""
     return _labelled(most, SECONDS)
 
 
@@ -41,7 +43,7 @@ def _labelled(most: float, units: tuple[tuple[str, float], ...]) -> list[tuple[f
 def vertical_axis(
     ticks: list[tuple[float, str]], most: float, *, left: float, right: float, top: float, height: float
 ) -> Iterator[str]:
-    """Yield grid lines across the picture, with labels on their left."""
+    """Yield SVG of horizontal grid lines, with labels to their left."""
     for value, label in ticks:
         y = top + height * (1 - value / most if most else 1)
         yield f'<line x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
@@ -51,7 +53,7 @@ def vertical_axis(
 def horizontal_axis(
     ticks: list[tuple[float, str]], most: float, *, left: float, width: float, y: float
 ) -> Iterator[str]:
-    """Yield a line with tick marks, and labels below it."""
+    """Yield SVG of a horizontal line with tick marks, and labels below it."""
     yield f'<line x1="{left:.1f}" x2="{left + width:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="#888"/>'
     for value, label in ticks:
         x = left + width * (value / most if most else 0)

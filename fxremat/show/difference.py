@@ -1,4 +1,4 @@
-"""Differences between two plans: for two budgets of a model, or for two versions of it.
+"""Compares two plans, for two budgets of a model or for two versions of it.
 
     print(plan.within("60%").diff(plan.within("40%")))
 
@@ -26,12 +26,12 @@ from fxremat.show.tree import OWN, Row, all_rows
 from fxremat.step.kinds import MemoryKind
 from fxremat.units import format_bytes, format_seconds, shortened
 
-ROWS = 16  # rows of modules that are shown, at most
-_FEW = 6  # names that are shown of a longer list
-_NAME = 48  # columns of text for the name of a module
+ROWS = 16  # maximum number of rows of modules that are shown
+_FEW = 6  # maximum number of names shown of a list
+_NAME = 48  # width of the column of module names
 _INDENT = " " * 18
 _SAME = "-"
-_ROUNDING = 1e-9  # share of a time: smaller differences are rounding, and ignored
+_ROUNDING = 1e-9  # relative differences of times below this are rounding errors, and ignored
 NOTHING = "no difference: the same budget, peak, time and least budget, and the same of every module"
 
 _N = TypeVar("_N", int, float)
@@ -39,22 +39,22 @@ _N = TypeVar("_N", int, float)
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The figures of an entire plan."""
+    """Figures of an entire plan that are compared."""
 
     model: str  # the name of the model's class
     device: str  # the device, and how times were obtained: "CPU (measured times)"
     budget: int  # bytes
-    peak: int  # bytes
-    time: float  # seconds
-    keep_all_time: float  # seconds
-    waiting: float  # seconds of waiting for copies or other ranks, in addition to the time of keep-all
-    slicing: float  # seconds by which regions in slices take longer than the same ops unsliced
-    minimum: int  # the least budget, in bytes
-    at_peak: Mapping[MemoryKind, int]  # bytes; they add up to the peak
+    peak: int  # predicted peak in bytes
+    time: float  # predicted seconds of one forward and backward
+    keep_all_time: float  # seconds of one forward and backward without recomputation
+    waiting: float  # seconds of waiting for copies or other ranks, beyond those without recomputation
+    slicing: float  # seconds by which sliced ops take longer than the same ops unsliced
+    minimum: int  # smallest budget in bytes that works
+    at_peak: Mapping[MemoryKind, int]  # kind of memory -> its bytes at the peak
 
     @classmethod
     def of(cls, plan: PlannedStep, total: Share) -> Figures:
-        """Return the figures of a plan; `total` is the share of all its modules together."""
+        """Return the figures of a plan; `total` has the bytes and seconds of all its modules together."""
         moments = Moments.of(plan.running.chosen, plan.running.costs)
         highest = max(range(len(moments.bytes)), key=moments.bytes.__getitem__, default=0)
         lives = moments.lives_at(highest)
@@ -74,22 +74,23 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change of some modules between two plans."""
+    """A table row: how the figures of some modules change between two plans."""
 
-    name: str  # such as "h.0-3, 7.mlp"
-    count: int  # the number of modules
-    share: Share  # what all of them together save, recompute ...: the second plan's figures minus the first's
+    name: str  # the modules' names, such as "h.0-3, 7.mlp"
+    count: int  # number of modules
+    # figures of the modules together, such as saved bytes: those of the second plan minus those of the first
+    share: Share
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Difference:
-    """All that changes from one plan to another: figures of the whole, and what each module saves and recomputes."""
+    """What changes from one plan to another: the figures of the whole plan, and those of each module."""
 
     before: Figures
     after: Figures
-    tree: ModuleNode  # the change of each module
-    only_before: tuple[str, ...]  # the outermost modules that the second plan does not have
-    only_after: tuple[str, ...]  # the outermost modules that the first plan does not have
+    tree: ModuleNode  # the tree of modules with the changes of their figures
+    only_before: tuple[str, ...]  # the outermost modules that only the first plan has
+    only_after: tuple[str, ...]  # the outermost modules that only the second plan has
 
     @classmethod
     def of(cls, before: PlannedStep, after: object) -> Difference:
@@ -112,7 +113,7 @@ class Difference:
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """The modules whose figures change, those that change most first. Their shares add up to `tree.total`."""
+        """The changes of modules whose figures differ, largest first; together they add up to `tree.total`."""
         found = [change for change in _leaves(all_rows(self.tree, self.after.model)) if any(_shown(change.share))]
         columns = [*zip(*(_shown(change.share) for change in found), strict=True)]
         most = [max(map(abs, column)) or 1 for column in columns]
@@ -123,7 +124,7 @@ class Difference:
         return tuple(sorted(found, key=size, reverse=True))
 
     def __bool__(self) -> bool:
-        """Tell whether anything changes."""
+        """Tell whether the two plans differ in anything that is compared."""
         figures = zip(_figures(self.before), _figures(self.after), strict=True)
         modules = self.changes or self.only_before or self.only_after
         return bool(modules) or any(abs(a - b) > _ROUNDING * abs(a) for a, b in figures)
@@ -193,7 +194,7 @@ def _line(
 
 
 def _parts(parts: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield lines of text with labelled changes, "kept +1.2 MiB, ..."; parts that do not change are left out."""
+    """Yield lines of text such as "kept +1.2 MiB, ..."; parts without a change are left out."""
     found = ", ".join(f"{label} {change}" for label, change in parts if change != _SAME)
     if found:
         yield from textwrap.wrap(found, WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
@@ -219,11 +220,10 @@ def _shown(share: Share) -> tuple[float, ...]:
     return share.saved, share.recomputed, share.offloaded, share.extra
 
 
-# --- trees ------------------------------------------------------------------------------------------------------------
 
 
 def _subtracted(before: ModuleNode, after: ModuleNode) -> ModuleNode:
-    """Return a tree of the modules of both trees, whose shares are the second tree's minus the first's."""
+    """Return a tree of the modules of both trees, with the figures of `after` minus those of `before`."""
     parts = {part.path: part for part in before.parts}
     others = {part.path: part for part in after.parts}
     paths = dict.fromkeys((*others, *parts))
@@ -238,7 +238,7 @@ def _empty(path: str) -> ModuleNode:
 
 
 def _less(after: Share, before: Share) -> Share:
-    """Return `after - before`, with 0 for seconds that differ only by rounding."""
+    """Return `after - before`, with 0 for seconds that differ only by rounding errors."""
     found = astuple(after - before)
     pairs = zip(found, astuple(after), strict=True)
     exact = (0.0 if isinstance(x, float) and abs(x) <= _ROUNDING * abs(y) else x for x, y in pairs)
@@ -246,14 +246,14 @@ def _less(after: Share, before: Share) -> Share:
 
 
 def _outermost(tree: ModuleNode, others: set[str]) -> tuple[str, ...]:
-    """Return the outermost modules of a tree whose paths are not among those of the other tree."""
+    """Return the outermost modules of a tree whose paths are not among `others`."""
     if tree.path not in others:
         return (tree.path,)
     return tuple(path for part in tree.parts for path in _outermost(part, others))
 
 
 def _leaves(rows: Sequence[Row]) -> Iterator[Change]:
-    """Yield, as changes, the rows that have no rows of submodules below them, named by their path in the model."""
+    """Yield a change for each row without rows of submodules below it, with its full path as its name."""
     outer: list[str] = []
     for place, row in enumerate(rows):
         outer[row.depth :] = [row.label]

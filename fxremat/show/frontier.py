@@ -1,4 +1,4 @@
-"""The plans on offer as a table: memory and time of each, and a lower bound on the time within that memory.
+"""A table of the alternative plans: memory and time of each, and a lower bound on the time within that memory.
 
     print(plan.frontier)        at most twelve rows, always with the first, the last and the chosen plan
     for peak, time in plan.frontier: ...
@@ -16,40 +16,41 @@ from fxremat.show.table import Table
 from fxremat.show.text import whatever_is
 from fxremat.units import format_bytes, format_ratio, format_seconds
 
-ROWS = 12  # rows that are printed, at most
+ROWS = 12  # maximum number of rows that are printed
 _CHOSEN = "<- this plan"
 Point = tuple[int, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfferedPlan:
-    """A row of the table: one plan on offer."""
+    """A row of the table: one alternative plan."""
 
-    peak: int  # bytes
-    time: float  # seconds
-    bound: float | None  # seconds that no plan beats within this peak; None: it runs other regions in slices
-    chosen: bool  # whether this is the plan whose frontier is printed
+    peak: int  # peak bytes
+    time: float  # seconds of one forward and backward
+    # seconds that every plan with this peak needs at least; None: unknown, since the plan slices other ops
+    bound: float | None
+    chosen: bool  # True for the plan whose alternatives are printed
 
 
 class FrontierTable(tuple[Point, ...]):
-    """A tuple of (peak in bytes, time in seconds) of every plan on offer, fastest first; it prints as a table."""
+    """A tuple of (peak in bytes, time in seconds) of the alternative plans, fastest first; prints as a table."""
 
     plan: PlannedStep
 
     @classmethod
     def of(cls, plan: PlannedStep) -> FrontierTable:
-        """Return the frontier of a plan. Bounds are computed only when it is printed."""
+        """Return the table of a plan's alternatives; lower bounds are computed when it is printed."""
         table = cls((candidate.peak, candidate.time) for candidate in plan.alternatives.candidates)
         table.plan = plan
         return table
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle only the pairs."""
+        """Copy and pickle as a plain tuple of pairs."""
         return tuple, (tuple(self),)
 
     @property
     def rows(self) -> tuple[OfferedPlan, ...]:
-        """The rows of the table, with the chosen plan, which may have been made for its budget alone.
+        """The rows of the table, with the chosen plan, even if it is not one of the alternatives.
 
         The first access solves a linear program for each row, which takes a second or two on large models.
         """
@@ -64,7 +65,7 @@ class FrontierTable(tuple[Point, ...]):
 
     @property
     def _of_the_same_ops(self) -> set[Point]:
-        """The (peak, time) of programs that run the same regions in slices as the plan, if any: of the same graph."""
+        """(peak, time) of the alternatives that have the same graph as the plan, since they slice the same ops."""
         joint, candidates = self.plan.graph, self.plan.alternatives.candidates
         return {self._chosen, *((one.peak, one.time) for one in candidates if one.layout.graph is joint)}
 
@@ -73,7 +74,7 @@ class FrontierTable(tuple[Point, ...]):
         return self.plan.predicted_peak, self.plan.predicted_time
 
     def _shown(self) -> list[Point]:
-        """Return the points of the table, including the chosen one, fastest first."""
+        """Return (peak, time) of the plans that the table shows, including the chosen one, fastest first."""
         points = set(self) if self.plan.weights else {*self, self._chosen}
         return thinned(sorted(points, key=lambda point: (point[1], -point[0])), ROWS, self._chosen)
 
@@ -118,11 +119,13 @@ class FrontierTable(tuple[Point, ...]):
 
 
 def thinned(points: Sequence[Point], most: int, always: Point) -> list[Point]:
-    """Return at most `most` points, spread evenly over their peaks: the first, the last, `always`, and some between.
+    """Return at most `most` points that are spread evenly over their peaks.
+
+    The first, the last, and the point `always` are kept.
 
     Args:
-        points: (peak, time), by decreasing peak.
-        always: a point that is kept, if it is one of them.
+        points: (peak, time) by decreasing peak.
+        always: a point that is kept if it is among the points.
     """
     if len(points) <= most:
         return list(points)

@@ -1,4 +1,4 @@
-"""A plan in one sentence, for the top of its page.
+"""Describes a plan in one sentence, for the top of its page.
 
     GPT trains in 33.5 MiB instead of 74.8, 16 % slower
     GPT trains in 64.0 MiB instead of 160.0, at the same speed, with 96.0 MiB offloaded (estimated for A100)
@@ -15,18 +15,19 @@ from fxremat.units import format_bytes
 
 
 def headline(plan: PlannedStep, candidate: Candidate) -> str:
-    """Describe memory and time of a candidate of a plan, relative to keep-all."""
+    """Describe memory and time of a candidate plan, relative to the step without recomputation."""
     return unbroken(f"{plan.graph.model} trains in {_figures(plan, candidate)}{estimated(plan)}")
 
 
 def unbroken(sentence: str) -> str:
-    """Keep numbers and their units on one line, by non-breaking spaces."""
+    """Put non-breaking spaces between numbers and units, so that lines do not break there."""
     return re.sub(r"(?<=\d) (?=%|[KMGT]iB)|(?<=%) ", "\u00a0", sentence)
 
 
 def _figures(plan: PlannedStep, candidate: Candidate) -> str:
     memory, speed = instead(candidate.peak, plan.keep_all_peak), slower(candidate.time, plan.keep_all_time)
-    if plan.weights:  # the candidate's time includes updates of weights, and that of keep-all does not
+    # the candidate's time includes updates of weights, but the time it would be compared with does not
+    if plan.weights:
         return f"{memory}, weights and optimizer state included"
     if memory == format_bytes(candidate.peak) and speed == SAME:
         return f"{memory} and keeps everything"
@@ -45,7 +46,7 @@ def measured(plan: PlannedStep) -> str:
 
 
 def instead(size: int, whole: int) -> str:
-    """Compare two sizes as text; a common unit is written once, and equal sizes are written once.
+    """Return "size instead of whole" as text; the text is short if units or sizes are equal.
 
     >>> instead(75_000_000, 168_000_000), instead(75_000_000, 3_000_000_000), instead(75_000_000, 75_000_001)
     ('71.5 MiB instead of 160.2', '71.5 MiB instead of 2.8 GiB', '71.5 MiB')
@@ -59,7 +60,7 @@ SAME = "at the same speed"
 
 
 def slower(time: float, fastest: float) -> str:
-    """Compare two times as text.
+    """Describe how much slower a time is than another one.
 
     >>> [slower(time, 1.0) for time in (1.004, 1.16, 2.34, 0.9)]
     ['at the same speed', '16 % slower', '2.3 times as slow', 'in 10 % less time']

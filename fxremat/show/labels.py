@@ -1,9 +1,9 @@
-"""Names of allocations and of ops, for files that other tools open.
+"""Names allocations and ops in files that other tools open.
 
-    kept: layers.3.up, addmm_7               a life: its kind, the module and the value
+    kept: layers.3.up, addmm_7               kind of the allocation, module, and value
     results: layers.3.up, gradient of layers.3.up.weight
 
-Names of modules may contain any character; `printable` keeps those that every viewer reads.
+Names of modules may contain any character; `printable` replaces those that some viewers cannot read.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from fxremat.step.step_graph import Origin, StepGraph
 
 
 def printable(text: str) -> str:
-    """Return the text on one line, with every control character, and lone surrogate, replaced."""
+    """Replace control characters, line breaks and lone surrogates in a text by "?"."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def value_name(joint: StepGraph, number: int) -> str:
-    """Name a value: a parameter by its path, a gradient by its parameter, one of several outputs as `op[1]`."""
+    """Name a value of the graph.
+
+    A parameter is named by its path, a gradient by its parameter, and one of several outputs as `op[1]`.
+    """
     value = joint.values[number]
     if number in joint.parameters:
         name = joint.parameters[number]
@@ -32,9 +35,9 @@ def value_name(joint: StepGraph, number: int) -> str:
 
 
 def source_of(joint: StepGraph, life: Life) -> Source:
-    """Return where the value of an allocation, or the op of a workspace, was written: its module and line of code.
+    """Return the module and code line of the value that an allocation stores, or of the op whose workspace it is.
 
-    `NOWHERE` if the allocation belongs to neither, as that of the loss outside the model.
+    `NOWHERE` if it belongs to neither, such as the memory of a loss outside the model.
     """
     if life.value is not None:
         return joint.value_sources[life.value]
@@ -42,7 +45,7 @@ def source_of(joint: StepGraph, life: Life) -> Source:
 
 
 def label_of(joint: StepGraph, life: Life) -> str:
-    """Label an allocation with its kind, its module, and the value or op that it belongs to."""
+    """Return a label for an allocation: its kind, its module, and the value or op that it belongs to."""
     where, what = source_of(joint, life).module, ""
     if life.value is not None:
         what = ("optimizer state of " if life.state else "") + value_name(joint, life.value)
@@ -54,6 +57,6 @@ def label_of(joint: StepGraph, life: Life) -> str:
 
 
 def microseconds(moments: Moments, moment: Moment) -> tuple[float, float]:
-    """Return the start and end of a moment in microseconds; each lasts one microsecond if no op takes time."""
+    """Return the start and end of a moment in microseconds; if no op takes time, each moment lasts one microsecond."""
     unit = 1e6 if moments.timed else 1.0
     return moment.start * unit, moment.end * unit

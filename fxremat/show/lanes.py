@@ -1,4 +1,4 @@
-"""A timeline as a picture (SVG, no scripts): lanes of ops and of copies, with the memory below them."""
+"""Draws a timeline as SVG without scripts: lanes of ops and of copies, with the memory below them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ WIDTH, HEIGHT = 960, 260
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """The events of a step: seconds from the start of the step."""
+    """The events of a step, in seconds from the start of the step."""
 
-    ops: Sequence[tuple[float, float]]  # start and end
-    out: Sequence[tuple[float, float]]  # copies to the host
-    back: Sequence[tuple[float, float]]  # copies from the host
-    memory: Sequence[tuple[float, int]]  # bytes allocated from this time on
+    ops: Sequence[tuple[float, float]]  # (start, end) of each op
+    out: Sequence[tuple[float, float]]  # (start, end) of each copy to the host
+    back: Sequence[tuple[float, float]]  # (start, end) of each copy from the host
+    memory: Sequence[tuple[float, int]]  # (time, bytes that are allocated from then on)
 
     @property
     def end(self) -> float:
@@ -32,7 +32,7 @@ class Lanes:
 
 
 def planned_lanes(plan: PlannedStep) -> Lanes:
-    """Return the ops, copies and memory of a plan that offloads. Raises `FxrematError` for a plan that does not."""
+    """Return the ops, copies and memory of a plan that offloads. Raises `FxrematError` if it does not."""
     plan = plan.running
     swapped = plan.chosen.transfers
     if swapped is None:
@@ -47,13 +47,14 @@ def planned_lanes(plan: PlannedStep) -> Lanes:
     )
 
 
-LANE, GAP, LEFT, RIGHT = 22, 6, 150, 30  # pixels
+LANE, GAP, LEFT, RIGHT = 22, 6, 150, 30  # in pixels
 LANES = (("ops", "#3b6ea5"), ("out", "#c98a2b"), ("back", "#5d9a4b"))
 NAMES = {"ops": "ops", "out": "to the host", "back": "from the host"}
 
 
 def lanes_picture(lanes: Mapping[str, Lanes], *, budget: int) -> str:
-    """Draw named lanes below each other on one time axis, each with its memory; the red line is the budget."""
+    """Draw several named timelines below each other on one time axis, each with its memory; the red line is the budget.
+    """
     end = max(one.end for one in lanes.values()) or 1.0
     most = max([budget, *(size for one in lanes.values() for _, size in one.memory)])
     parts, top = [], 0.0

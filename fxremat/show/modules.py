@@ -1,10 +1,11 @@
-"""The effect of a plan on each module: bytes that are saved, recomputed and offloaded, and seconds.
+"""Sums up what a plan does with each module: bytes saved, recomputed and offloaded, and seconds.
 
     tree = modules_of(plan)
     tree.total            of the entire model: the plan's own figures
     tree.at("layers.3")   of a module with all its parts
 
-Each figure belongs to one op, and so to the module in which the op was written. All of them add up to the plan's.
+Each figure belongs to one op, and thereby to the module in whose forward the op was called, so the figures of
+all modules add up to those of the plan.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from fxremat.step.step_graph import Origin
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share that some ops have in the bytes and seconds of a step."""
+    """Figures of some ops of a step: their bytes and seconds."""
 
-    saved: int = 0  # bytes of activations that stay on the device from the forward until the backward reads them
+    saved: int = 0  # bytes of activations that are kept on the device from the forward until the backward reads them
     recomputed: int = 0  # bytes of activations that are recomputed
     offloaded: int = 0  # bytes of activations that are copied to the host
-    gradients: int = 0  # bytes of gradients of parameters and inputs, which the step returns
-    forward: float = 0.0  # seconds of ops that run for the first time
+    gradients: int = 0  # bytes of the gradients of parameters and inputs that the step returns
+    forward: float = 0.0  # seconds of the ops that the forward runs for the first time
     backward: float = 0.0  # seconds of ops of the backward
-    extra: float = 0.0  # seconds of ops that run again
+    extra: float = 0.0  # seconds of recomputations
 
     def __add__(self, other: Share) -> Share:
         return Share(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -49,9 +50,9 @@ class Share:
 class ModuleNode:
     """A module of the model with its submodules."""
 
-    path: str  # "" for the model itself
-    own: Share  # the share of the ops in the module's own forward, without those of its submodules
-    parts: tuple[ModuleNode, ...]  # its submodules
+    path: str  # path of the module, such as "layers.3"; "" for the model itself
+    own: Share  # figures of the ops in the module's own forward, without those of its submodules
+    parts: tuple[ModuleNode, ...]  # the module's submodules
 
     @property
     def name(self) -> str:
@@ -60,7 +61,7 @@ class ModuleNode:
 
     @cached_property
     def total(self) -> Share:
-        """The share of the module with all its submodules."""
+        """Figures of the module with all its submodules."""
         return added([self.own, *(part.total for part in self.parts)])
 
     def at(self, path: str) -> ModuleNode:
@@ -78,13 +79,13 @@ class ModuleNode:
 
 
 def added(shares: Iterable[Share]) -> Share:
-    """Return the sum of these shares."""
+    """Return the sum of these figures."""
     columns = zip(*([getattr(share, f.name) for f in fields(Share)] for share in shares), strict=True)
     return Share(*map(sum, columns))
 
 
 def module_tree(candidate: Candidate, costs: Costs) -> ModuleNode:
-    """Return the modules of the model as a tree, each with its share in a candidate's program. O(steps)."""
+    """Return the tree of a model's modules with their figures in a candidate plan. O(executed ops)."""
     return _tree(_shares(candidate, costs))
 
 
@@ -108,7 +109,7 @@ def modules_of(plan: PlannedStep) -> ModuleNode:
 
 
 def _shares(candidate: Candidate, costs: Costs) -> dict[str, Share]:
-    """Return path -> share of the module's own ops, in the order in which modules first occur in the program."""
+    """Return module path -> figures of its own ops, in the order in which modules first occur in the plan."""
     program, joint, sizes = candidate.program(), candidate.layout.graph, costs.sizes
     columns: dict[str, dict[str, float]] = {}
 

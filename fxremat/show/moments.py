@@ -1,9 +1,9 @@
-"""A planned step as a sequence of moments: what runs, from when to when, and what is allocated on the device then.
+"""A planned step as a list of moments: what runs in each, from when to when, and what is allocated on the device.
 
-    moments    one for each step of the program, and one between forward and backward for a loss outside the model
-    lives      allocations, from one moment to another: see `step.kinds`
+    moments    one for each execution of an op, copy or update, and one for a loss outside the model
+    lives      allocations, each from one moment to another: see `step.kinds`
 
-Everything that is drawn, listed or exported of a step's memory is made of these.
+All pictures, lists and exports of a step's memory are made from these.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from fxremat.step.costs import Costs
 from fxremat.step.kinds import Life, MemoryKind, lives_of
 from fxremat.step.program import Program, Step, Transfer
 
-LOSS = "loss"  # the role of the moment between forward and backward
+LOSS = "loss"  # role of the moment of the loss, between forward and backward
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One step of a program, or the loss outside the model."""
+    """One execution of an op, a copy or update, or the loss outside the model."""
 
     start: float  # seconds from the start of the step; indices of moments if no op takes time
     end: float
     role: str
-    op: int | None  # the op that is executed
-    block: int  # the block of the chain that it belongs to, from 0
-    value: int | None = None  # the value that is copied, or whose state is; None: nothing is
+    op: int | None  # index of the op that is executed; None: no op is
+    block: int  # index of the block (run of consecutive ops of the model) that the moment belongs to, from 0
+    value: int | None = None  # index of the value that is copied, or whose optimizer state is; None: nothing is copied
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Moments:
-    """A planned step from its first moment to its last."""
+    """All moments of a planned step, and its allocations."""
 
     program: Program
     moments: tuple[Moment, ...]
-    lives: tuple[Life, ...]  # allocations, whose `first` and `last` are indices of moments, not of steps
-    split: int  # the index of the first moment of the backward
-    timed: bool  # whether times are seconds; if no op takes time, they are indices of moments
+    lives: tuple[Life, ...]  # allocations; `first` and `last` are indices of moments
+    split: int  # index of the first moment of the backward
+    timed: bool  # True: times are seconds; False: no op takes time, and times are indices of moments
 
     @classmethod
     def of(cls, candidate: Candidate, costs: Costs) -> Moments:
-        """Return the moments that a candidate predicts. O(steps)."""
+        """Return the moments of a candidate plan, with predicted times. O(moments)."""
         program, sizes = candidate.program(), costs.sizes
         seconds = [step.seconds if step.op is None else costs.seconds[step.op] for step in program.steps]
         timed = any(seconds)
@@ -75,7 +75,7 @@ class Moments:
 
     @cached_property
     def bytes(self) -> tuple[int, ...]:
-        """The bytes on the device at each moment."""
+        """Allocated bytes on the device at each moment."""
         change = [0] * (len(self.moments) + 1)
         for life in self.lives:
             change[life.first] += life.bytes
@@ -84,16 +84,19 @@ class Moments:
 
     @property
     def end(self) -> float:
-        """The end of the last moment."""
+        """The time at which the last moment ends."""
         return max((moment.end for moment in self.moments), default=0.0)
 
     def lives_at(self, place: int) -> list[Life]:
-        """List the allocations on the device at a moment."""
+        """Return the allocations that exist at the moment with index `place`."""
         return [life for life in self.lives if life.first <= place <= life.last]
 
 
 def _starts(candidate: Candidate, count: int) -> Sequence[float] | None:
-    """Return the seconds at which each step starts, if copies or collectives were simulated with the ops; else None."""
+    """Return the simulated start time of each execution, in seconds.
+
+    None if copies or collectives were not simulated together with the ops.
+    """
     clock = candidate.communication or candidate.transfers
     return clock.starts if clock and len(clock.starts) == count else None
 
@@ -111,9 +114,9 @@ def _block_before(moments: Sequence[Moment], place: int) -> int:
 
 
 def _moved(life: Life, split: int, tangents: Sequence[int]) -> Life:
-    """Return an allocation as it is after a moment for the loss was inserted at `split`, before the backward.
+    """Return an allocation with its indices after the moment of the loss was inserted at `split`, before the backward.
 
-    Gradients that the loss hands in, the `tangents`, exist from that moment on.
+    Gradients that the loss passes to the backward, the `tangents`, exist from that moment on.
     """
     handed_in = life.kind is MemoryKind.OUTSIDE or life.value in tangents
     begins = life.first if handed_in or life.first < split else life.first + 1

@@ -1,18 +1,18 @@
-"""A plan in a notebook: its page in a frame, and its text where frames are not displayed."""
+"""Shows a plan in a notebook: its page in an iframe, and its text where iframes are not displayed."""
 
 from __future__ import annotations
 
 from html import escape
 
-HEIGHT = 720  # pixels; the page scrolls within
+HEIGHT = 720  # height of the frame in pixels; longer pages scroll
 
 
 def framed(page: str, text: str) -> str:
-    """Return HTML of a page inside of another one: it may run its scripts, but access nothing around it.
+    """Return HTML with a page in a sandboxed iframe: its scripts run, but cannot access the notebook.
 
     Args:
-        page: HTML, complete in itself.
-        text: shown where frames are not displayed.
+        page: a complete HTML page.
+        text: shown where iframes are not displayed.
     """
     style = f"width: 100%; height: {HEIGHT}px; border: 1px solid #ccc;"
     frame = f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" style="{style}" title="fxremat plan"></iframe>'

@@ -1,4 +1,4 @@
-"""A plan as a self-contained page: one file that loads nothing, with an interactive picture.
+"""Makes the HTML page of a plan: one self-contained file with an interactive picture.
 
     assets/page.html, page.css     the frame
     assets/step.js                 the allocations on the device at each moment, in the order in which they are stacked
@@ -31,7 +31,7 @@ def page(plan: PlannedStep) -> str:
 
 
 def page_of(data: Data, text: str) -> str:
-    """Return the HTML page that draws some data.
+    """Return the HTML page that shows some data.
 
     Args:
         data: what `page_data` returns.

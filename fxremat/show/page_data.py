@@ -1,15 +1,16 @@
-"""The data that the page of a plan draws, as plain numbers and texts.
+"""Collects the data that the HTML page of a plan shows, as plain numbers and texts.
 
-    modules, sources, types   lists of texts that values and ops refer to by number
-    values, ops               name, module, source, type: one list each, by number
-    groups                    the group of each module; the color, or -1, and the shade of each group
-    colors                    the modules of each color, as text
-    points                    the frontier: peak in bytes, seconds, and the number of the drawn plan at it, or -1
-    plans                     for some points, including the chosen one: moments, lives in the order in which they are
-                              stacked, copies, and the rows of the table of modules
+    modules, sources, types   lists of texts; values and ops refer to their indices
+    values, ops               name, module, source, type: one list each, by index
+    groups                    the group of each module; each group's color, or -1, and shade
+    colors                    for each color, the modules drawn in it, as text
+    points                    the frontier: peak in bytes, seconds, and index in `plans`, or -1
+    plans                     for some points, including the chosen one: moments, allocations in the order in
+                              which they are stacked, copies, and rows of the table of modules
 
-Lives are stacked by module (`group_of`; weights below all others, the model's own ops above), then by their kind, then
-by birth. Text is not escaped here: the code that puts it into a page does that.
+Allocations are stacked by module (`group_of`; weights at the bottom, the model's own ops on top), then by kind,
+then by the moment at which they begin. Text is not escaped here; the code that inserts it into the page does
+that.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ KINDS = {
 }
 LANES = {Role.OFFLOAD: "to the host", Role.PREFETCH: "from the host"}
 COMMUNICATION = "between ranks"
-DRAWN = 9  # points of the frontier, at most
-MOST_LIVES = 200_000  # allocations of all plans of a page together, about
+DRAWN = 9  # maximum number of points of the frontier whose plans are drawn
+MOST_LIVES = 200_000  # approximate maximum number of allocations of all plans of a page together
 
 Data = dict[str, Any]
 
 
 def page_data(plan: PlannedStep) -> Data:
-    """Return everything that the page of a plan draws. O(points x steps)."""
+    """Return all data of the page of a plan. O(points x moments)."""
     running, model = plan.running, plan.graph.model
     drawn = _drawn(running)
     modules = Numbers(_with_outer(s.module for s in (*running.graph.sources, *running.graph.value_sources)))
@@ -80,7 +81,7 @@ def page_data(plan: PlannedStep) -> Data:
 
 
 class Numbers(dict[str, int]):
-    """A number for each text, from 0 in the order in which they are first looked up."""
+    """Maps each text to a number, from 0 in the order of the first look-up."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         for text in texts:
@@ -92,7 +93,7 @@ class Numbers(dict[str, int]):
 
 
 def group_of(module: str) -> str:
-    """Return the layer, or the first-level module, that a module is inside of: the picture stacks memory by these.
+    """Return the group of a module, which is its layer or its first-level module; the picture stacks memory by group.
 
     >>> group_of("transformer.h.3.mlp.c_fc"), group_of("lm_head"), group_of("")
     ('transformer.h.3', 'lm_head', '')
@@ -102,7 +103,7 @@ def group_of(module: str) -> str:
 
 
 def _colors(modules: Numbers, drawn: Iterable[Moments], model: str) -> Data:
-    """Return the group of each module, and color and shade of each group: the largest groups get a color."""
+    """Return the group of each module, and the color and shade of each group; only the largest groups have colors."""
     groups = _groups(modules)
     shares = dict.fromkeys(groups, 0.0)
     for moments in drawn:
@@ -115,9 +116,9 @@ def _colors(modules: Numbers, drawn: Iterable[Moments], model: str) -> Data:
 
 
 def _shares(moments: Moments) -> dict[str, float]:
-    """Return each group's share of a picture of memory over time, from 0 to 1, which decides whether it has a color.
+    """Return group -> how much of the picture of memory over time it fills, from 0 to 1; large groups get colors.
 
-    It is the share of the area, or, if that is more, a tenth of its largest value's share of the height.
+    This is its fraction of the area or, if that is more, a tenth of the relative height of its largest tensor.
     """
     areas: dict[str, float] = {}
     heights: dict[str, float] = {}
@@ -132,12 +133,15 @@ def _shares(moments: Moments) -> dict[str, float]:
 
 
 def _groups(modules: Iterable[str]) -> Numbers:
-    """Return the groups of modules in the order in which they are stacked: the model's own ops come last, on top."""
+    """Assign numbers to the groups of modules in the order in which they are stacked.
+
+    The group of the model's own ops is last, on top.
+    """
     return Numbers([*(group_of(module) for module in modules if module), ""])
 
 
 def _with_outer(paths: Iterable[str]) -> Iterable[str]:
-    """Yield "" and each path, each after the paths of the modules around it; a path may be yielded again."""
+    """Yield "" and each path, preceded by the paths of the modules that contain it; paths may be repeated."""
     yield ""
     for path in dict.fromkeys(paths):
         parts = path.split(".")
@@ -145,9 +149,9 @@ def _with_outer(paths: Iterable[str]) -> Iterable[str]:
 
 
 def _drawn(plan: PlannedStep) -> list[Candidate]:
-    """Return the candidates that are drawn, fastest first: some of the frontier, and the chosen one.
+    """Return the candidate plans that are drawn, fastest first: some of the frontier, and the chosen one.
 
-    If the budget includes weights, or only the chosen one has transfers, the others are not comparable.
+    If the budget includes weights, or the frontier's plans have other slices, only the chosen one is drawn.
     """
     lives = max(1, len(plan.program.steps) * 2)
     count = min(DRAWN, MOST_LIVES // lives)
@@ -221,7 +225,7 @@ def _plan(candidate: Candidate, moments: Moments, costs: Costs, modules: Numbers
 
 
 def _stacked(lives: Iterable[Life], joint: StepGraph, modules: Numbers) -> list[Life]:
-    """Sort lives in the order in which they are stacked, from the bottom up."""
+    """Sort allocations in the order in which the picture stacks them, from the bottom up."""
     groups = _groups(modules)
     kinds = list(KINDS)
 
@@ -233,7 +237,7 @@ def _stacked(lives: Iterable[Life], joint: StepGraph, modules: Numbers) -> list[
 
 
 def _copies(candidate: Candidate) -> list[list[Any]]:
-    """Return copies to the host and back, and collectives: lane, start and end."""
+    """Return (lane, start, end) of each copy to the host and back, and of each collective."""
     found: list[list[Any]] = []
     if candidate.transfers:
         for (role, _), (start, end) in candidate.transfers.copies.items():
@@ -245,7 +249,7 @@ def _copies(candidate: Candidate) -> list[list[Any]]:
 
 
 def _on_the_host(moments: Moments, costs: Costs) -> list[int]:
-    """Return the bytes of activations that wait on the host at each moment; an empty list if none ever do."""
+    """Return the bytes of offloaded activations on the host at each moment; [] if none are offloaded."""
     hosted = list(host_bytes(moments.program, costs.sizes))
     if not any(hosted):
         return []
@@ -254,17 +258,20 @@ def _on_the_host(moments: Moments, costs: Costs) -> list[int]:
 
 
 def _compared(share: Share) -> tuple[float, ...]:
-    """Return the figures in which modules must be equal to share a row; their seconds are shown as an average."""
+    """Return the figures in which modules must be equal to share a row.
+
+    Their seconds may differ, and are shown as an average.
+    """
     return share.saved, share.recomputed, share.offloaded, share.gradients, share.extra
 
 
 def _shown(share: Share) -> tuple[float, ...]:
-    """Return the figures of a module that the page's table shows."""
+    """Return the figures of a module that the page's table has columns for."""
     return share.saved, share.recomputed, share.offloaded, share.gradients, share.seconds, share.extra
 
 
 def _row(row: Row, modules: Numbers) -> list[Any]:
-    """Return a table row for the page: depth, label, number of modules, their numbers, and the figures of each one."""
+    """Return a table row as a list: depth, label, number of modules, indices of the modules, figures per module."""
     paths = [] if row.label == OWN else [modules[path] for path in row.paths]
     return [row.depth, row.label, row.count, paths, *map(_short, _shown(row.each))]
 
@@ -274,5 +281,5 @@ def _number(number: int | None) -> int:
 
 
 def _short(amount: float) -> float:
-    """Return bytes, or seconds with nine digits, as they are written into the page."""
+    """Return bytes unchanged, and seconds rounded to nine digits, to keep the page small."""
     return amount if isinstance(amount, int) else float(f"{amount:.9g}")

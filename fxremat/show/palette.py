@@ -1,4 +1,4 @@
-"""Colors that distinguish modules: one for each layer or first-level module; of many layers, some share one.
+"""Chooses colors for modules: one for each layer or first-level module, or for several layers if there are many.
 
     embed, blocks.0, ..., blocks.31, head  ->  embed, blocks.0-5, blocks.6-11, ..., blocks.30-31, head
 
@@ -13,23 +13,23 @@ from itertools import groupby
 
 from fxremat.show.tree import is_number, ranges
 
-COLORS = 9  # the number of colors that assets/page.css defines
-SMALL = 0.01  # share of the picture: the color of a smaller part cannot be recognized
+COLORS = 9  # number of colors that assets/page.css defines
+SMALL = 0.01  # least fraction of the picture that a part needs for its color to be recognized
 
 
 @dataclass(frozen=True, kw_only=True)
 class Palette:
-    """The groups of modules that are drawn in each color, and the name of each color in the legend."""
+    """The groups of modules that are drawn in each color, and the label of each color in the legend."""
 
     groups: tuple[tuple[str, ...], ...]
     labels: tuple[str, ...]
 
     def color_of(self, group: str) -> int:
-        """Return the number of the color of a group of modules; -1: it is drawn in gray."""
+        """Return the index of the color of a group of modules; -1: gray."""
         return next((number for number, groups in enumerate(self.groups) if group in groups), -1)
 
     def shade_of(self, group: str) -> int:
-        """Return the shade of a group's color, 0 or 1, so that adjacent groups of one color can be told apart."""
+        """Return the shade of a group's color, 0 or 1; neighbouring groups of one color have different shades."""
         number = self.color_of(group)
         return 0 if number < 0 else self.groups[number].index(group) % 2
 
@@ -38,8 +38,9 @@ def palette(shares: Mapping[str, float], own: str) -> Palette:
     """Choose the colors of a picture.
 
     Args:
-        shares: the share of the picture of each group of modules, in the order in which they are stacked.
-        own: the label of "", the group of the model's own ops.
+        shares: group of modules -> the fraction of the picture that it fills, in the order in which groups are
+            stacked.
+        own: label of the group "", which is the model's own ops.
     """
     seen = [group for group, share in shares.items() if share > SMALL]
     runs = _runs(seen, 1)
@@ -53,7 +54,7 @@ def palette(shares: Mapping[str, float], own: str) -> Palette:
 
 
 def _runs(groups: Sequence[str], length: int) -> list[tuple[str, ...]]:
-    """Return the groups in order, with up to `length` layers of one list of layers grouped together."""
+    """Return the groups in order, with up to `length` neighbouring layers of one list of layers in each tuple."""
     runs: list[tuple[str, ...]] = []
     for outer, together in groupby(groups, key=lambda g: g.rpartition(".")[0] if is_number(_last(g)) else (g,)):
         layers = list(together)

@@ -1,4 +1,4 @@
-"""A pipeline's plan for display: a table as text, and its periodic schedule as a picture (SVG, no scripts)."""
+"""Shows a pipeline plan: as a table in text, and its periodic schedule as SVG without scripts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fxremat.solvers.pipeline.stage_costs import Job, step_seconds
 from fxremat.solvers.references.pipeline.pipedream import pipedream
 from fxremat.units import format_bytes
 
-WIDTH, LEFT, LANE, GRAPH, GAP = 960, 110, 22, 46, 8  # pixels
+WIDTH, LEFT, LANE, GRAPH, GAP = 960, 110, 22, 46, 8  # in pixels
 COLORS = {"F": "#8fb3d9", "B": "#3b6ea5", "forth": "#e0b15e", "back": "#c98a2b"}
 PERIODS = 4
 
 
 def baseline_period(plan: PipelinePlan) -> float | None:
-    """Return the seconds between micro-batches with PipeDream's partition of the layers, for comparison.
+    """Return the seconds per micro-batch if PipeDream partitioned the layers, for comparison.
 
-    It is scheduled by 1F1B*, the best order for its stages. None if PipeDream's partition does not fit into memory.
+    The partition is scheduled by 1F1B*, the best order for its stages. None if it does not fit into memory.
     """
     try:
         partition, _ = pipedream(Job(plan.layers, plan.machines))
@@ -30,9 +30,9 @@ def baseline_period(plan: PipelinePlan) -> float | None:
 
 
 def text(plan: PipelinePlan, microbatches: int | None = None) -> str:
-    """Describe a pipeline's plan: its period, the bound, PipeDream's period, and a line for each stage and device.
+    """Describe a pipeline plan: seconds per micro-batch, their lower bound, and a line for each stage and device.
 
-    With `microbatches`, a line says how many seconds a step of so many micro-batches takes.
+    With `microbatches`, a line also tells the seconds of a step of that many micro-batches.
     """
     over = (
         f"{100 * (plan.period / plan.bound - 1):.1f} % above the bound of {plan.bound:.6g} s"
@@ -70,7 +70,7 @@ def text(plan: PipelinePlan, microbatches: int | None = None) -> str:
 
 
 def picture(plan: PipelinePlan) -> str:
-    """Draw a few periods of the full pipeline: forwards, backwards and copies by micro-batch, and memory by device."""
+    """Draw a few periods of the running pipeline: forwards, backwards, copies, and the memory of each device."""
     found = list(spans(plan, _deep(plan) + 3 * PERIODS + 2 * (plan.skip or 0)))
     begin = _deep(plan) * plan.tick
     end = begin + PERIODS * plan.tick
@@ -101,7 +101,7 @@ def picture(plan: PipelinePlan) -> str:
 
 
 def _legend(plan: PipelinePlan, top: float) -> Iterator[str]:
-    """Yield the legend of colors, numbers and lines."""
+    """Yield SVG of the legend of colors, numbers and lines."""
     x = LEFT
     for what, name in (("F", "forward"), ("B", "backward"), ("forth", "copy forth"), ("back", "copy back")):
         yield f'<rect x="{x}" y="{top:.0f}" width="14" height="14" fill="{COLORS[what]}"/>'
@@ -112,7 +112,7 @@ def _legend(plan: PipelinePlan, top: float) -> Iterator[str]:
 
 
 def _deep(plan: PipelinePlan) -> int:
-    """Return the number of slots, each for one micro-batch, after which the pipeline is full."""
+    """Return the number of micro-batches that have to start before the pipeline is full."""
     ends = [
         start + stage.way.backward_time
         for start, stage in zip(plan.backward_starts, plan.stages, strict=True)
@@ -149,7 +149,7 @@ def _lane(name: str, works: list[Span], begin: float, end: float, scale: float, 
 def _memory(
     plan: PipelinePlan, found: list[Span], device: int, begin: float, end: float, scale: float, top: float
 ) -> Iterator[str]:
-    """Yield a device's bytes over time as SVG; the line at the top marks all memory of the device."""
+    """Yield SVG of a device's bytes over time; the top line is all memory of the device."""
     changes = [(begin, 0.0), (end, 0.0)]
     for start, stop, at, size in stays(plan, found):
         if at == device and stop > start:

@@ -1,4 +1,4 @@
-"""The trade-off between memory and time as a matplotlib chart. matplotlib is imported only to draw one."""
+"""Plots time over memory with matplotlib, which is imported only for that."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CURVE, BOUND, BUDGET = "#3b6ea5", "#888888", "#c0392b"
 
 
 def plot(plan: PlannedStep, frontier: FrontierTable, ax: Axes | None = None) -> Axes:
-    """Draw time over the allowed memory on `ax`, or on new axes if it is None, and return the axes.
+    """Plot the time of the alternative plans over their memory, on `ax` or new axes (None), and return the axes.
 
-    It shows the plans on offer, this one, its budget, and the lower bound.
+    The plot also has this plan, its budget, and the lower bound.
 
     Raises:
         FxrematError: matplotlib is not installed.
@@ -54,7 +54,7 @@ def plot(plan: PlannedStep, frontier: FrontierTable, ax: Axes | None = None) -> 
 
 
 def _near(plan: PlannedStep) -> bool:
-    """Tell whether the budget is drawn; one far above keep-all would leave no room for the rest of the picture."""
+    """Tell whether the budget is drawn; one far above all peaks would squeeze the rest of the picture."""
     return plan.budget <= 2 * max(plan.keep_all_peak, plan.alternatives.keep_all.peak)
 
 

@@ -1,4 +1,4 @@
-"""The allocations that a plan predicts, in the format of `torch.cuda.memory._snapshot()`.
+"""Writes the allocations that a plan predicts in the format of `torch.cuda.memory._snapshot()`.
 
     plan.save_snapshot("plan.pickle")       pytorch.org/memory_viz opens it, and `python -m torch.cuda._memory_viz`
 
@@ -22,7 +22,7 @@ from fxremat.show.moments import Moments
 from fxremat.step.kinds import Life
 from fxremat.step.step_graph import StepGraph
 
-BASE = 1 << 40  # the address of the segment; exact as a float, which the viewer converts it to
+BASE = 1 << 40  # address of the segment; the viewer converts addresses to floats, in which this one is exact
 _PROTOCOL = 4
 _STREAM = 0
 _POOL = (0, 0)
@@ -42,7 +42,7 @@ class Allocation:
 
 
 def snapshot(plan: PlannedStep) -> dict[str, Any]:
-    """Return the snapshot of a planned step: every allocation with its time and source, and the final state."""
+    """Return a snapshot of a planned step: all allocations with times and sources, and the final state."""
     running = plan.running
     moments = Moments.of(running.chosen, running.costs)
     ends = [microseconds(moments, moment) for moment in moments.moments]
@@ -82,7 +82,7 @@ class _Block:
 
 @dataclass(eq=False)
 class _Replay:
-    """The events of a step's allocations, one moment after the other; at each, what has ended is freed first."""
+    """Replays the allocations of a step moment by moment; at each moment, ended allocations are freed first."""
 
     times: Sequence[int]
     allocations: Iterable[Allocation]
@@ -121,14 +121,14 @@ class _Replay:
         self.trace.append(_event(action, block.address, block.what.bytes, at, block.what.frames, **more))
 
     def events(self) -> list[dict[str, object]]:
-        """Return all events in the snapshot's format, that of allocating the segment first; [] without allocations."""
+        """Return all events in the snapshot's format; the first allocates the segment. [] without allocations."""
         if not self.addresses.end:
             return []
         first = _event("segment_alloc", BASE, self.addresses.end, 0, [], category="unknown")
         return [first, *self.trace]
 
     def segments(self) -> list[dict[str, object]]:
-        """Return one segment, with the blocks that are allocated at the end and the gaps between them."""
+        """Return one segment, with the blocks that are allocated at the end of the step and the gaps between them."""
         if not self.addresses.end:
             return []
         in_use = sum(block.what.bytes for block in self.alive)
@@ -150,7 +150,7 @@ class _Replay:
 
 
 def _blocks(alive: Sequence[_Block], end: int) -> list[dict[str, object]]:
-    """Return the blocks of the segment by address, up to `end`: those that are allocated, and the gaps between them."""
+    """Return the segment's blocks up to address `end`, in order: allocated blocks, and the gaps between them."""
     found, address = [], BASE
     for block in sorted(alive, key=lambda block: block.address):
         if block.address > address:
@@ -180,7 +180,7 @@ def _allocation(joint: StepGraph, life: Life) -> Allocation:
 def frames_of(label: str, file: str = "", line: int = 0, function: str = "") -> Frames:
     """Return the label of an allocation as the innermost frame, and the line of its source, if there is one.
 
-    A semicolon separates the frames of a flame graph.
+    Semicolons are replaced, since they separate frames in flame graphs.
     """
     found: Frames = [{"filename": "fxremat", "line": 0, "name": label.replace(";", ",")}]
     if file:

@@ -1,4 +1,4 @@
-"""A table that prints as text of at most `WIDTH` columns, and as HTML."""
+"""Formats a table as text of at most `WIDTH` columns, and as HTML."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
-WIDTH = 100  # columns
+WIDTH = 100  # columns of text
 _GAP = 2  # columns between two cells
 _STYLE = "text-align: right; padding: 2px 10px;"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Cells below their heads, with lines of text above and below."""
+    """A table: heads, rows of cells, and lines of text above (`title`) and below (`notes`)."""
 
     title: tuple[str, ...] = ()
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
-    left: frozenset[int] = frozenset()  # columns whose cells are aligned left
-    strong: frozenset[int] = frozenset()  # rows that are emphasized in HTML
+    left: frozenset[int] = frozenset()  # indices of the columns that are left-aligned
+    strong: frozenset[int] = frozenset()  # indices of the rows that are bold in HTML
 
     def __str__(self) -> str:
         lines = [*self.title, *(self._lines() if self.rows else ()), *self.notes]
@@ -37,7 +37,7 @@ class Table:
             yield (" " * _GAP + (" " * _GAP).join(cells)).rstrip()
 
     def html(self) -> str:
-        """Return the table as HTML; everything is escaped."""
+        """Return the table as HTML, with all texts escaped."""
         parts = [f"<p>{'<br>'.join(map(escape, self.title))}</p>"] if self.title else []
         if self.rows:
             head = "".join(self._cell("th", place, cell) for place, cell in enumerate(self.heads))
@@ -57,5 +57,5 @@ class Table:
 
 
 def clipped(text: str, most: int) -> str:
-    """Return the beginning of a text of more than `most` columns, ending in two dots; shorter texts unchanged."""
+    """Shorten a text to at most `most` characters, ending in two dots if something is cut off."""
     return text if len(text) <= most else f"{text[: most - 2]}.."

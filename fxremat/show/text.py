@@ -1,4 +1,4 @@
-"""A plan as text, at most `WIDTH` columns wide.
+"""Describes a plan as text of at most `WIDTH` columns.
 
     the five lines that people need first: budget, peak, time, least budget and why, what is done to fit
     a tree by module: what is saved, recomputed and offloaded, and the seconds
@@ -31,29 +31,29 @@ from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.activations import most_on_host
 from fxremat.units import format_bytes, format_ratio, format_seconds
 
-_INDENT = 18  # columns before a figure of the summary
-_NUMBERS, _NAME = 7, 22  # columns of the numbers of blocks, and of a name
-_FEW = 4  # names that are shown of a longer list
-_FEW_BYTES = 0.01  # share of a peak: smaller parts are not mentioned
+_INDENT = 18  # column in which the figures of the summary begin
+_NUMBERS, _NAME = 7, 22  # widths of the columns of block numbers and of names
+_FEW = 4  # maximum number of names shown of a list
+_FEW_BYTES = 0.01  # fraction of a peak; smaller parts are not mentioned
 TIMES = {1: "once", 2: "twice"}
-_LINES = 16  # lines of the schedule in the short form
-ROWS = 24  # rows of the table of modules in the short form
-_MODULE, _COUNT, _FIGURE = 45, 8, 11  # columns of text for a module's name, its count, and each figure
-_WAITING = 1e-3  # share of the time of keep-all: waiting for less is rounding
+_LINES = 16  # maximum lines of the schedule in the short form
+ROWS = 24  # maximum rows of the table of modules in the short form
+_MODULE, _COUNT, _FIGURE = 45, 8, 11  # widths of the columns of module names, of counts, and of figures
+_WAITING = 1e-3  # fraction of the time without recomputation; less waiting is a rounding error, and not shown
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRow:
-    """The costs of a block and what it saves, as they are shown."""
+    """A table row of a block (consecutive ops of the model): its costs and what it saves, as text."""
 
-    number: int  # from 1
+    number: int  # index of the block, from 1
     name: str
     forward: str
     backward: str
     output: str
     saved: str
     keeps: str
-    again: str  # number of ops that run more than once
+    again: str  # number of recomputed ops
 
 
 HEADS = BlockRow(
@@ -69,7 +69,10 @@ HEADS = BlockRow(
 
 
 def describe(plan: PlannedStep, *, full: bool = False) -> str:
-    """Return a plan as text: summary, modules, and schedule; `full`: all modules, each block, the whole schedule."""
+    """Describe a plan as text: summary, modules, and schedule.
+
+    With `full`, it lists all modules, each block, and the whole schedule.
+    """
     tree = modules_of(plan)
     blocks = [_blocks(block_rows(plan))] if full else []
     parts = (_summary(plan, tree), _modules(plan, tree, full), *blocks, _schedule(plan, full))
@@ -77,7 +80,7 @@ def describe(plan: PlannedStep, *, full: bool = False) -> str:
 
 
 def block_rows(plan: PlannedStep) -> list[BlockRow]:
-    """Return a row for each block of the plan's chain."""
+    """Return a row for each block (run of consecutive ops) of the plan."""
     option = {op.block: op.option for op in plan.chosen.schedule.ops if _keeps(op)}
     steps = plan.op_by_op.program.steps
     again = Counter(step.block + 1 for step in steps if step.role is Role.RECOMPUTE)
@@ -122,7 +125,7 @@ def _line(number: str, row: BlockRow) -> str:
 
 
 def shortened_lines(lines: Sequence[str], note: str) -> Iterator[str]:
-    """Yield the lines; of more than `_LINES` only the first and the last, and how many are left out, with `note`."""
+    """Yield the lines; of more than `_LINES` lines, only the first and last ones, with `note` between them."""
     if len(lines) <= _LINES:
         yield from lines
         return
@@ -133,7 +136,7 @@ def shortened_lines(lines: Sequence[str], note: str) -> Iterator[str]:
 
 
 def _modules(plan: PlannedStep, tree: ModuleNode, full: bool) -> Iterator[str]:
-    """Yield the table of what each module saves, recomputes and offloads, and its additional seconds."""
+    """Yield lines of a table of what each module saves, recomputes and offloads, and its additional seconds."""
     model = plan.graph.model
     rows = all_rows(tree, model) if full else rows_of(tree, ROWS, model)
     yield from table(rows, ("saved", "recomputed", "offloaded", "extra time"), what_it_does)
@@ -144,7 +147,7 @@ def _modules(plan: PlannedStep, tree: ModuleNode, full: bool) -> Iterator[str]:
 
 
 def table(rows: Sequence[Row], heads: Sequence[str], figures: Figures) -> Iterator[str]:
-    """Yield a line of heads and one for each row of modules; a row of several modules has the figures of each one."""
+    """Yield a header line and a line for each row; a row of several equal modules has the figures of one of them."""
     counts = "each of" if any(row.count > 1 for row in rows) else ""
     yield f"{'  module':{_MODULE}}{counts:>{_COUNT}}" + "".join(f"{head:>{_FIGURE}}" for head in heads)
     yield from (_row(row, figures) for row in rows)
@@ -166,12 +169,15 @@ def _figure(amount: float) -> str:
 
 
 def waiting_seconds(plan: PlannedStep, total: Share) -> float:
-    """Return the seconds by which a plan waits longer for copies or other ranks than keep-all; `total`: all modules."""
+    """Return the seconds that a plan waits for copies or other ranks beyond the step without recomputation.
+
+    `total` has the figures of all modules together.
+    """
     return plan.op_by_op.predicted_time - plan.keep_all_time - slicing_seconds(plan) - total.extra
 
 
 def slicing_seconds(plan: PlannedStep) -> float:
-    """Return the seconds by which one run of the ops takes longer in slices than unsliced; 0.0 without slices."""
+    """Return the seconds by which all ops, run once each, take longer in slices than unsliced; 0.0 without slices."""
     return plan.costs.time_of(range(len(plan.graph.ops))) - plan.keep_all_time if plan.slices else 0.0
 
 
@@ -187,14 +193,14 @@ def _summary(plan: PlannedStep, tree: ModuleNode) -> Iterator[str]:
 
 
 def labelled(facts: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield facts as lines, each after its label."""
+    """Yield lines with the label and text of each fact, wrapped."""
     for label, fact in facts:
         before = f"  {label:{_INDENT - 2}}"
         yield from textwrap.wrap(fact, WIDTH, initial_indent=before, subsequent_indent=" " * _INDENT)
 
 
 def facts(plan: PlannedStep, tree: ModuleNode, *, exact: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield the facts about a plan, with labels; `exact`: with the bytes of the least budget, for use as a budget."""
+    """Yield (label, text) facts about a plan; `exact` adds the smallest working budget in bytes."""
     yield "budget", format_bytes(plan.budget)
     yield "predicted peak", _peak(plan)
     if plan.costs.sizes.unsplit:
@@ -240,7 +246,7 @@ def _peak(plan: PlannedStep) -> str:
 
 
 def _kernels(plan: PlannedStep, compiled: Compiled) -> str:
-    """Describe what was compiled, and the time and memory of running op by op."""
+    """Describe what Inductor compiled, and the time and memory of running op by op instead."""
     alone = len(compiled.chosen.program().steps) - compiled.regions
     ops = _counted(compiled.ops, "op")
     regions = f"{_counted(compiled.regions, 'region')}, {compiled.distinct} of them distinct"
@@ -265,7 +271,7 @@ def _time(plan: PlannedStep) -> str:
 
 
 def whatever_is(plan: PlannedStep) -> str:
-    """Return the condition under which the plan's lower bound holds: "whatever is recomputed", say."""
+    """Return the condition of the plan's lower bound, such as "whatever is recomputed"."""
     return f"whatever is {'recomputed or offloaded' if plan.link else 'recomputed'}"
 
 
@@ -278,7 +284,7 @@ def _least(plan: PlannedStep, exact: bool) -> str:
 
 
 def most_in(tree: ModuleNode, column: str) -> str:
-    """Name the modules with the most bytes in a column of `Share`, such as "saved"; layers of a list are added up."""
+    """Name the modules with the most bytes in a field of `Share`, such as "saved"; numbered layers are added up."""
     sizes: Counter[str] = Counter()
     modules: Counter[str] = Counter()
     for node in tree.walk():
@@ -295,7 +301,7 @@ def most_in(tree: ModuleNode, column: str) -> str:
 
 
 def _of_region(region: SlicedRegion) -> str:
-    """Describe a region that runs in slices, without the number of its layer."""
+    """Describe a group of ops that runs in slices; its layer's number is omitted."""
     how = "gradients made in the forward" if region.inside else "made again in the backward"
     cut = f"{_counted(len(region.ops), 'op')} in {region.parts} slices of {region.rows} rows"
     about = f"{_any_layer(region.where)}: {cut}"
@@ -307,7 +313,7 @@ def _of_region(region: SlicedRegion) -> str:
 
 
 def _any_layer(name: str) -> str:
-    """Return the path of a module with the number of its layer as "*": "blocks.*.mlp"."""
+    """Return the path of a module with its first layer number replaced by "*", such as "blocks.*.mlp"."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name, count=1)
 
 
@@ -334,7 +340,8 @@ def _transfers(swapped: ProgramWithTransfers, plan: PlannedStep) -> str:
 
 
 def _communication(found: ProgramWithCommunication) -> str:
-    """Describe the collectives of a plan: their seconds, the share that ops hide, and how often blocks gather."""
+    """Describe a plan's collectives: their seconds, how much of them ops hide, and how often blocks gather parameters.
+    """
     count = _counted(len(found.collectives), "collective")
     shares = f"{format_seconds(found.seconds)} in {count}, {found.hidden:.0%} hidden behind ops"
     often = Counter(one.op for one in found.collectives if found.program.layout.graph.ops[one.op].kind is Kind.GATHER)

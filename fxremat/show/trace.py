@@ -1,13 +1,12 @@
-"""The step that a plan predicts as a trace, in Chrome's Trace Event Format: ui.perfetto.dev opens it.
+"""Writes the step that a plan predicts as a trace in Chrome's Trace Event Format, which ui.perfetto.dev opens.
 
     plan.save_trace("plan.json")
+    lanes       ops, recomputed ops, copies to the host and back, collectives; each event has its module, code
+                line and bytes
+    counters    bytes of each kind of memory; their sum is the allocated memory
 
-    lanes       ops, ops that run again, copies to the host and back, collectives; each event has its module, source
-                and bytes
-    counters    bytes of each kind of memory; their sum is the memory of the plan
-
-Times are microseconds; if no op takes time, each moment is one microsecond long. Copies and collectives run at the
-times of the plan's own clock.
+Times are in microseconds; if no op takes time, each moment lasts one microsecond. Copies and collectives have
+simulated times.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fxremat.show.moments import LOSS, Moments
 from fxremat.step.kinds import MemoryKind
 from fxremat.step.program import Program, Role, Transfer
 
-OPS, AGAIN, OUT, BACK, LINK = 1, 2, 3, 4, 5  # the lanes' numbers, which the format calls threads
+OPS, AGAIN, OUT, BACK, LINK = 1, 2, 3, 4, 5  # indices of the lanes; the format calls lanes threads
 LANES = {
     OPS: "ops",
     AGAIN: "ops that run again",
@@ -32,13 +31,14 @@ LANES = {
     LINK: "communication",
 }
 _PROCESS = 1
-_LEAVES = (Role.OFFLOAD, Role.RELEASE, Role.UPDATE)  # steps that tell what a trip takes to the host: the first found
+# roles of steps that describe what is copied to the host; the first that exists is used
+_LEAVES = (Role.OFFLOAD, Role.RELEASE, Role.UPDATE)
 
 Event = dict[str, Any]
 
 
 def trace(plan: PlannedStep) -> dict[str, Any]:
-    """Return the trace of a planned step. O(steps log steps)."""
+    """Return the trace of a planned step. O(events log events)."""
     running = plan.running
     moments = Moments.of(running.chosen, running.costs)
     spans = [*_ops(running, moments), *_copies(running), *_collectives(running)]
@@ -62,7 +62,7 @@ def save_trace(plan: PlannedStep, path: str | os.PathLike[str]) -> None:
 
 
 def _names(plan: PlannedStep, spans: Sequence[Event]) -> Iterator[Event]:
-    """Yield the names of the process and of the lanes that have events, in order."""
+    """Yield events that name the process and each lane that has events."""
     yield _metadata("process_name", 0, name=f"{printable(plan.graph.model)} on {plan.device} ({plan.timed} times)")
     for lane in sorted({OPS, *(event["tid"] for event in spans)}):
         yield _metadata("thread_name", lane, name=LANES[lane])
@@ -74,18 +74,17 @@ def _metadata(kind: str, lane: int, **what: object) -> Event:
 
 
 def _span(lane: int, name: str, kind: str, start: float, end: float, **about: object) -> Event:
-    """Return a complete event; both ends are rounded to nanoseconds, so that none overlaps the next."""
+    """Return a complete ("X") event; start and end are rounded to nanoseconds, so that events do not overlap."""
     begin = round(start, 3)
     length = round(max(0.0, round(end, 3) - begin), 3)
     what = {"ph": "X", "name": printable(name), "cat": kind, "pid": _PROCESS, "tid": lane, "ts": begin, "dur": length}
     return what | {"args": {key: value for key, value in about.items() if value not in ("", None)}}
 
 
-# --- lanes ------------------------------------------------------------------------------------------------------------
 
 
 def _ops(plan: PlannedStep, moments: Moments) -> Iterator[Event]:
-    """Yield an event for all that runs on the device itself: ops, updates of weights, the loss outside the model."""
+    """Yield an event for each execution on the device: ops, updates of weights, and the loss outside the model."""
     joint = plan.graph
     apart = plan.chosen.communication is not None
     for moment in moments.moments:
@@ -114,7 +113,7 @@ def _about_op(plan: PlannedStep, op: int, block: int) -> dict[str, object]:
 
 
 def _copies(plan: PlannedStep) -> Iterator[Event]:
-    """Yield an event for each copy to the host and back, at its simulated time."""
+    """Yield an event for each copy to or from the host, at its simulated time."""
     plan = plan.running
     transfers = plan.chosen.transfers
     if transfers is None:
@@ -142,7 +141,7 @@ def _about_copy(plan: PlannedStep, program: Program, step: Transfer) -> tuple[st
 
 
 def _collectives(plan: PlannedStep) -> Iterator[Event]:
-    """Yield an event for each collective, from when it begins on the link to when it ends."""
+    """Yield an event for each collective, from its begin on the network to its end."""
     found = plan.chosen.communication
     for one in found.collectives if found else ():
         about = {"module": printable(plan.graph.sources[one.op].module), "waited for in us": one.waited * 1e6}
@@ -150,11 +149,10 @@ def _collectives(plan: PlannedStep) -> Iterator[Event]:
         yield _span(LINK, one.name, "collective", one.begins * 1e6, one.ends * 1e6, bytes=size, **about)
 
 
-# --- memory, and the split --------------------------------------------------------------------------------------------
 
 
 def _counters(moments: Moments) -> Iterator[Event]:
-    """Yield an event with the bytes of each kind of memory for each moment, and one for the end of the step."""
+    """Yield counter events with the bytes of each kind of memory, at each moment and at the end of the step."""
     count = len(moments.moments)
     kinds = [kind for kind in MemoryKind if any(life.kind is kind for life in moments.lives)]
     change = {kind: [0] * (count + 2) for kind in kinds}
@@ -173,7 +171,7 @@ def _counters(moments: Moments) -> Iterator[Event]:
 
 
 def _split(moments: Moments) -> Iterable[Event]:
-    """Return a mark across all lanes where the forward ends and the backward begins."""
+    """Return an event that marks where the backward begins, across all lanes."""
     if not moments.split < len(moments.moments):
         return ()
     start = microseconds(moments, moments.moments[moments.split])[0]

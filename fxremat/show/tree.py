@@ -1,4 +1,4 @@
-"""The modules of a plan as rows of a table: equal siblings share a row, and negligible ones share the last one.
+"""Makes table rows of the modules of a plan: equal siblings share a row, and negligible modules share the last one.
 
     GPT                       41.2 MiB   80.1 MiB        -    145 ms
       blocks.0-5 (6 x)         6.1 MiB    8.2 MiB        -   18.2 ms      each
@@ -14,44 +14,45 @@ from itertools import pairwise, takewhile
 
 from fxremat.show.modules import ModuleNode, Share, added
 
-MANY = 4  # numbers at equal distances, such as 2, 4, 6, 8, are shown as a range if they are at least so many
-NEGLIGIBLE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # shares of the model's figures below which modules are combined
+MANY = 4  # this many or more numbers at equal distances, such as 2, 4, 6, 8, are shown as a range
+# fractions of the model's figures; modules below a fraction are combined, and larger fractions give fewer rows
+NEGLIGIBLE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 OWN = "its own ops"
-DEEPEST = 12  # levels of modules that are tried
+DEEPEST = 12  # maximum depth of modules that is shown
 
 
 Figures = Callable[[Share], tuple[float, ...]]
 
 
 def what_it_does(share: Share) -> tuple[float, ...]:
-    """Return the figures of a share that a plan's table of modules shows."""
+    """Return the figures of some ops that a plan's table of modules has columns for."""
     return share.saved, share.recomputed, share.offloaded, share.extra
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Modules that share one table row."""
+    """A table row of one or more modules."""
 
-    depth: int  # 0 for the model, 1 for its parts
-    label: str  # such as "blocks.0-5"
-    count: int  # the number of modules
-    share: Share  # the share of all of them together
-    paths: tuple[str, ...]  # paths of the modules in the model
+    depth: int  # depth of the row's modules: 0 for the model, 1 for its submodules, and so on
+    label: str  # names of the row's modules, such as "blocks.0-5"
+    count: int  # number of modules
+    share: Share  # figures of the modules together
+    paths: tuple[str, ...]  # full paths of the modules
 
     @property
     def each(self) -> Share:
-        """The average share of one of the modules."""
+        """Average figures of one of the modules."""
         if self.count == 1:
             return self.share
         return Share(*(x // self.count if isinstance(x, int) else x / self.count for x in astuple(self.share)))
 
 
 def rows_of(tree: ModuleNode, most: int, name: str, figures: Figures = what_it_does) -> list[Row]:
-    """Return rows for the modules of a model: as many levels of them as give at most `most` rows.
+    """Return rows for a model's modules, with as many levels of submodules as fit into `most` rows.
 
     Args:
         name: the name of the model, for the first row.
-        figures: returns the figures of a share that the table shows; modules for which all are 0 are left out.
+        figures: returns the figures that the table shows; modules for which all are 0 are left out.
     """
     tries = [(1, share) for share in reversed(NEGLIGIBLE[1:])]
     tries += [(levels, NEGLIGIBLE[0]) for levels in range(1, DEEPEST)]
@@ -65,19 +66,19 @@ def rows_of(tree: ModuleNode, most: int, name: str, figures: Figures = what_it_d
 
 
 def all_rows(tree: ModuleNode, name: str, figures: Figures = what_it_does) -> list[Row]:
-    """Return rows for all modules of a model, whose name is `name`; equal siblings share a row."""
+    """Return rows for all modules of a model called `name`; equal siblings share a row."""
     return [Row(0, name, 1, tree.total, ("",)), *_Table(figures, ()).inside(tree, 1, DEEPEST)]
 
 
 @dataclass(frozen=True)
 class _Table:
-    """A maker of the rows below that of a module; parts with less of each figure than `least` are combined."""
+    """Makes the rows below a module's row; modules with less of each figure than `least` are combined."""
 
     figures: Figures
     least: Sequence[float]
 
     def inside(self, node: ModuleNode, depth: int, levels: int) -> Iterator[Row]:
-        """Yield the rows of a module's parts, at most `levels` levels of them."""
+        """Yield the rows of a module's submodules, down to `levels` levels."""
         if not levels or not node.parts:
             return
         small: list[ModuleNode] = []
@@ -104,11 +105,15 @@ class _Table:
         return any(self.least) and all(x < least for x, least in zip(figures, self.least, strict=True) if least)
 
     def _has_any(self, module: ModuleNode) -> bool:
-        """Tell whether a module or a part of it has any figure; in a difference of two trees, sums may cancel."""
+        """Tell whether a module, or one inside of it, has any nonzero figure.
+
+        Sums are not enough: in a difference of two trees they may cancel.
+        """
         return any(any(self.figures(node.own)) for node in module.walk())
 
     def _transparent(self, node: ModuleNode) -> Iterator[ModuleNode]:
-        """Yield the parts of a module; one that only holds other modules, as a ModuleList does, is replaced by them."""
+        """Yield the submodules of a module; a mere container, such as a ModuleList, is replaced by its own submodules.
+        """
         for part in node.parts:
             holds = len(part.parts) == 1 or all(is_number(inner.name) for inner in part.parts)
             if part.parts and not any(self.figures(part.own)) and holds and not is_number(part.name):
@@ -117,7 +122,7 @@ class _Table:
                 yield part
 
     def _groups(self, parts: Iterable[ModuleNode]) -> list[list[ModuleNode]]:
-        """Group numbered siblings, such as layers, whose rows would look equal; any other part is a group by itself."""
+        """Group numbered siblings, such as layers, whose rows would look equal; other modules are groups of one."""
         found: dict[object, list[ModuleNode]] = {}
         for part in parts:
             key = (part.path.rpartition(".")[0], self._looks(part)) if is_number(part.name) else part.path
@@ -125,13 +130,13 @@ class _Table:
         return list(found.values())
 
     def _looks(self, node: ModuleNode) -> object:
-        """Return what the rows of a module and its parts show, without its name, to compare; seconds to 3 digits."""
+        """Return what the rows of a module and its submodules would show, except its name; seconds to 3 digits."""
         own = tuple(f"{x:.3g}" if isinstance(x, float) else x for x in self.figures(node.own))
         return own, tuple((part.name, self._looks(part)) for part in node.parts)
 
 
 def is_number(name: str) -> bool:
-    """Tell whether the name of a module is a number as Python writes it, as those of parts of a ModuleList are."""
+    """Tell whether a module's name is a number without leading zeros, as in a ModuleList."""
     return re.fullmatch("0|[1-9][0-9]*", name) is not None
 
 
@@ -146,7 +151,7 @@ def _row(outer: ModuleNode, group: Sequence[ModuleNode], share: Share, depth: in
 
 
 def _of_all(row: Row, group: Sequence[ModuleNode]) -> Row:
-    """Return a row for a part of all modules of a group, from the row of that part of the group's first module."""
+    """Extend the row of a submodule of a group's first module to that submodule in all modules of the group."""
     if len(group) == 1:
         return row
     before = group[0].path
@@ -158,7 +163,7 @@ def _of_all(row: Row, group: Sequence[ModuleNode]) -> Row:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Format increasing numbers; neighbours become a range, and so do four or more at equal distances.
+    """Format increasing numbers; neighbours, and four or more at equal distances, become ranges.
 
     >>> ranges([1, 2, 3, 5, 8, 9]), ranges([2, 4, 6, 8, 10])
     ('1-3, 5, 8-9', '2,4..10')
@@ -178,7 +183,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def _run(numbers: Sequence[int]) -> tuple[int, int]:
-    """Return how many of the first numbers are at equal distances, and that distance; (1, 0) for one number."""
+    """Return how many of the first numbers are at equal distances, and the distance; (1, 0) for a single number."""
     distances = [after - before for before, after in pairwise(numbers)]
     equal = list(takewhile(lambda distance: distance == distances[0], distances))
     return len(equal) + 1, distances[0] if distances else 0

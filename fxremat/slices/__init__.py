@@ -1,1 +1,1 @@
-"""Regions of a joint graph that run in slices, so that a plan can need less memory than one unsliced op."""
+"""Run groups of ops (regions) of a joint graph on slices of the batch or sequence, to need less memory."""

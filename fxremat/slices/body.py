@@ -1,11 +1,11 @@
-"""A region as one op: a loop over slices, each run by emitted code that frees tensors after their last use.
+"""A region (group of ops) as one op: a loop over slices of its inputs, whose generated code frees tensors early.
 
-    for each slice:    cut the inputs (views), run the body on them:
-        outputs that are cut    are written into their place in a buffer that was allocated before the loop
-        outputs that are sums   the first slice's is the accumulator; the others' are added to it, by `addmm_` if
+    for each slice:    cut the inputs (views), and run the region's ops on them:
+        outputs that are cut    are written into their part of a buffer that was allocated before the loop
+        outputs that are sums   the first slice's is the accumulator, to which the others' are added; by `addmm_` if
                                 they are matrix products
 
-The body is emitted once for each size of a slice, for the first slice and for later ones.
+Code is generated once for each slice size, separately for the first slice and for later ones.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Region:
-    """A region to run in slices, as nodes of the graph that it is part of.
+    """A group of ops that is to run in slices, as nodes of the graph that they are part of.
 
     Attributes:
         inputs: the nodes that it reads.
         steps: its ops and views, in order.
-        outputs: the values that it makes and other ops read.
+        outputs: the values that it computes and other ops read.
         labels: how its inputs and values are cut: see `slices.labels`.
-        count: rows of the axis that is cut.
+        count: number of rows along the axis that is cut (tokens, images, ...).
         parts: the number of slices.
-        wide: accumulate sums of half precision in float32.
+        wide: True: accumulate sums of half precision in float32.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -61,7 +61,7 @@ class Region:
 
     @property
     def rows(self) -> int:
-        """Rows of a slice; the last slice may have fewer."""
+        """The number of rows of a slice; the last slice may have fewer."""
         return -(-self.count // self.parts)
 
     def sums(self) -> list[fx.Node]:
@@ -71,14 +71,17 @@ class Region:
 
 @dataclass(frozen=True)
 class _Cut:
-    """The way a tensor is cut: `dims` dimensions from `dim` on are flattened, `each` of their elements make a row."""
+    """How a tensor is cut into rows: along `dims` dimensions from `dim` on, with `each` elements of them in a row."""
 
     dim: int
     dims: int
     each: int
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor with these dimensions flattened into the last of them, the others 1: a view, or a copy."""
+        """Return the tensor with the cut dimensions flattened into the last of them; the others have size 1.
+
+        A view or a copy.
+        """
         if self.dims == 1:
             return tensor
         flat = tensor.flatten(self.dim, self.dim + self.dims - 1)
@@ -86,13 +89,13 @@ class _Cut:
         return flat.view(shape) if flat.is_contiguous() else flat.unflatten(self.dim, (*[1] * (self.dims - 1), -1))
 
     def slice(self, prepared: torch.Tensor, first: int, rows: int) -> torch.Tensor:
-        """Return `rows` rows of a prepared tensor, from row `first` on."""
+        """Return `rows` rows, from row `first` on, of a tensor that `prepared` returned."""
         return prepared.narrow(self.dim + self.dims - 1, first * self.each, rows * self.each)
 
 
 @dataclass(frozen=True)
 class _Output:
-    """An output: its full size, the way it is cut, and the type in which it is accumulated."""
+    """An output of a region: its full size, how it is cut, and the dtype in which it is accumulated."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -103,15 +106,15 @@ class _Output:
     summed_in: torch.dtype
 
     def bytes_in(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the output in a data type, as the allocator rounds them."""
+        """Return the bytes of the output in a dtype, as the allocator rounds them."""
         return rounded(math.prod(self.size) * dtype.itemsize, self.device)
 
 
 class Sliced:
-    """A region as a callable: it takes its inputs and returns its outputs as a tuple.
+    """A function that runs a group of ops (region) in slices on its inputs, and returns its outputs as a tuple.
 
-    Equal regions have equal names, and different regions different ones: names depend on the code of a slice, the rows,
-    and the number of slices.
+    Its text depends on the code of a slice, the number of rows and the number of slices, so that equal regions
+    have equal texts, and different regions different ones.
     """
 
     kind = Kind.SLICED
@@ -204,7 +207,7 @@ class Sliced:
 
     @cached_property
     def workspace(self) -> int:
-        """Bytes that running all slices needs at the worst moment, beyond the region's inputs and outputs."""
+        """The peak in bytes of running all slices, beyond the region's inputs and outputs."""
         wide = sum(o.bytes_in(o.summed_in) for o in self._outputs if o.dtype != o.summed_in)
         narrow = sum(o.bytes_in(o.dtype) for o in self._outputs if o.dtype != o.summed_in)
         sums = sum(o.bytes_in(o.summed_in) for o in self._outputs if o.part is SUM)
@@ -218,9 +221,9 @@ class Sliced:
 
 
 def summed_in_type(value: torch.Tensor, *, wide: bool) -> torch.dtype:
-    """Return the data type in which a sum over slices is accumulated: float64 for a single number, if available.
+    """Return the dtype in which a sum over slices is accumulated; float64 for a single number, if available.
 
-    `wide`: sums of half precision are accumulated in float32.
+    `wide`: True: sums of half precision are accumulated in float32.
     """
     if value.dtype in (*HALF, torch.float32) and value.numel() == 1 and kind_of(value.device).doubles:
         return torch.float64
@@ -228,14 +231,14 @@ def summed_in_type(value: torch.Tensor, *, wide: bool) -> torch.dtype:
 
 
 def _views_as_one(value: torch.Tensor, cut: _Cut) -> bool:
-    """Tell whether a tensor fills its storage, and the dimensions along which it is cut can be viewed as one."""
+    """Tell whether a tensor fills its storage, and the dimensions of its cut axis can be viewed as one."""
     dense = storage_bytes(value) == value.numel() * value.element_size() and value.storage_offset() == 0
     inside = range(cut.dim, cut.dim + cut.dims - 1)
     return dense and all(value.stride(d) == value.stride(d + 1) * value.size(d + 1) for d in inside)
 
 
 class _Body:
-    """The code of one slice. It holds copies of the region's nodes, since their graph may change."""
+    """The code of one slice; it has copies of the region's nodes, since their graph may change."""
 
     def __init__(self, region: Region) -> None:
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -255,7 +258,7 @@ class _Body:
         self._count, self._wide = region.count, region.wide
 
     def emit(self, rows: int, *, first: bool) -> fx.GraphModule:
-        """Return a slice's code: (*inputs, *places of cut outputs, *accumulators) -> the other outputs.
+        """Generate the code for one slice: (*inputs, *slices of cut outputs, *accumulators) -> the remaining outputs.
 
         The `first` slice gets no accumulators; it returns the first summand of each sum.
         """
@@ -286,7 +289,7 @@ class _Body:
         return fx.GraphModule(torch.nn.Module(), graph, "Slice")
 
     def peak(self, rows: int, *, first: bool) -> int:
-        """Return the bytes alive at the worst moment of a slice of `rows` rows, without inputs and accumulators."""
+        """Return the peak in bytes of a slice of `rows` rows, without inputs and accumulators."""
         graph = self.emit(rows, first=first).graph
         return _peak(graph)
 
@@ -300,7 +303,7 @@ class _Body:
         return cut.slice(cut.prepared(value), 0, rows)
 
     def _given(self, graph: fx.Graph, node: fx.Node, number: int, rows: int, first: bool) -> fx.Node | None:
-        """Return the placeholder that an output is written into, or the accumulator it is added to; None: neither."""
+        """Return the placeholder of the buffer that an output is written into or added to; None if there is none."""
         part, value = self._labels[node], node.meta["val"]
         if isinstance(part, int):
             return self._placeholder(graph, f"out_{number}", self._cut_fake(node, rows))
@@ -314,7 +317,8 @@ class _Body:
         return node
 
     def _result(self, graph: fx.Graph, node: fx.Node, part: Any, target: fx.Node | None) -> fx.Node | None:
-        """Write an output into its place, or add it to its accumulator, and return None; else return the output."""
+        """Write an output into its buffer, or add it to its accumulator, and return None; otherwise return the output.
+        """
         value = node.meta["val"]
         if isinstance(part, int):
             assert target is not None
@@ -343,7 +347,7 @@ def _call(graph: fx.Graph, target: Any, args: Any, kwargs: Any) -> fx.Node:
 
 
 def _contiguous(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return an op's arguments for a slice; those whose strides its kernel would ignore are copied to be contiguous."""
+    """Return an op's arguments for a slice, with contiguous copies of those whose strides its kernel would ignore."""
     names = CONTIGUOUS.get(name_of(node))
     if names is None:
         return args
@@ -356,9 +360,9 @@ def _contiguous(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> tuple[
 
 
 def _as_shown(graph: fx.Graph, view: fx.Node) -> fx.Node:
-    """Let a reshape that copies with fake tensors copy real ones, too, which may be overwritten; return the new node.
+    """If a reshape copies its fake input, insert a real copy, whose result may be overwritten; return the new node.
 
-    A reshape that is a view with fake tensors is returned as it is.
+    A reshape that is a view of its fake input is returned unchanged.
     """
     source = view.args[0]
     assert isinstance(source, fx.Node)
@@ -371,7 +375,7 @@ def _as_shown(graph: fx.Graph, view: fx.Node) -> fx.Node:
 
 
 def _looking_at_layouts(graph: fx.Graph) -> None:
-    """Let ops that overwrite an operand check first that its real layout is that of their result."""
+    """Make ops that overwrite an operand check at run time that its layout is that of their result."""
     for node in graph.nodes:
         if (operand := overwritten(node)) is not None and operand.op != "placeholder":
             node.args = (node.target, node.meta[PLACE], *node.args)
@@ -379,13 +383,13 @@ def _looking_at_layouts(graph: fx.Graph) -> None:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Tell whether a node of a slice's code has an effect on its arguments."""
+    """Tell whether a node of a slice's code writes to an argument, or is an input or output."""
     effects = (aten.copy_.default, aten.add_.Tensor, aten.addmm_.default, overwrite_where_alike)
     return node.op in ("placeholder", "output") or node.target in effects
 
 
 def _last_uses_first(graph: fx.Graph) -> None:
-    """Move each write of an output right behind the op that computes it, so that it is freed early."""
+    """Move each write of an output directly after the op that computes it, so that it is freed early."""
     for node in list(graph.nodes):
         if node.target in (aten.copy_.default, aten.add_.Tensor) and node.args[0].op == "placeholder":
             source = node.args[1]
@@ -398,7 +402,7 @@ def _last_uses_first(graph: fx.Graph) -> None:
 
 
 def _taken_over(node: fx.Node) -> int:
-    """Return the bytes of an operand that an op's result reuses, if it overwrites one; else 0."""
+    """Return the bytes of the operand that an op overwrites with its result; 0 if it overwrites none."""
     if node.target is not overwrite_where_alike:
         return 0
     _, place, *operands = node.args
@@ -408,7 +412,7 @@ def _taken_over(node: fx.Node) -> int:
 
 
 def _peak(graph: fx.Graph) -> int:
-    """Return the most bytes, at a time, of storages that a graph's nodes make, each freed after its last use."""
+    """Return the peak in bytes of the storages that a graph's nodes allocate, each freed after its last use."""
     nodes = list(graph.nodes)
     given = {storage_of(t) for n in nodes if n.op == "placeholder" for t in tensors_of(n) if t is not None}
     last: dict[Any, int] = {}
@@ -434,5 +438,5 @@ def _peak(graph: fx.Graph) -> int:
 
 
 def outputs_of_region(node: fx.Node) -> Sequence[fx.Node]:
-    """Return the nodes that show the outputs of a region that runs in slices."""
+    """Return the getitem nodes of a sliced region, which select its outputs."""
     return [user for user in node.users if user.target is operator.getitem]

@@ -1,4 +1,4 @@
-"""Emission of an op of a region for a slice: the same op, with the sizes among its arguments adapted."""
+"""Code for one op of a region on a slice: the same op, with sizes among its arguments adapted to the slice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxremat.slices.rules import FILLS, VIEWS, name_of, shape_of
 
 aten = torch.ops.aten
 
-SIZES: dict[str, str] = {  # ops with the size of a cut tensor among their arguments, and the name of that argument
+SIZES: dict[str, str] = {  # op -> name of the argument that states the size of the tensor that is cut
     **dict.fromkeys((*FILLS, "expand"), "size"),
     **dict.fromkeys(("slice_backward", "select_backward"), "input_sizes"),
     "upsample_nearest2d_backward": "input_size",
@@ -22,11 +22,12 @@ SIZES: dict[str, str] = {  # ops with the size of a cut tensor among their argum
     "upsample_nearest1d_backward": "input_size",
     "_upsample_nearest_exact2d_backward": "input_size",
 }
-CONTIGUOUS = {  # arguments that kernels read as if they were contiguous, whatever strides they have (torch 2.13)
+CONTIGUOUS = {  # op -> arguments that its kernel reads as if they were contiguous (torch 2.13)
     "native_layer_norm_backward": ("mean", "rstd"),
     "_fused_rms_norm_backward": ("rstd",),
 }
-COUNTS = {"native_group_norm": "N", "native_group_norm_backward": "N"}  # arguments that are the size of the batch
+# op -> name of the argument that states the batch size
+COUNTS = {"native_group_norm": "N", "native_group_norm_backward": "N"}
 
 
 def emitted(
@@ -36,13 +37,13 @@ def emitted(
     count: int,
     rows: int,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return target, arguments and keyword arguments of a node for a slice of `rows` rows.
+    """Return function, arguments and keyword arguments of a node for a slice of `rows` rows.
 
     Args:
-        node: the node in the region.
+        node: the node in the region (the group of ops that runs in slices).
         made: returns the slice's node for a node of the region.
         labels: how every node is cut: see `slices.labels`.
-        count: rows of the entire axis.
+        count: number of rows of the entire axis.
     """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), made)
     name, at = name_of(node), _place(node, labels, count)
@@ -57,7 +58,7 @@ def emitted(
 
 
 def _cut_size(size: Any, at: Place, rows: int) -> list[int]:
-    """Return a size in a slice; -1, as in `expand`, stays."""
+    """Return a size adapted to a slice; -1, as in `expand`, stays."""
     return slice_shape(size, at, rows)
 
 
@@ -71,7 +72,7 @@ def _place(node: fx.Node, labels: Mapping[fx.Node, Part | tuple[Part, ...]], cou
 def _with(
     node: fx.Node, args: Any, kwargs: Any, name: str, change: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a node's arguments with `change` applied to the one of this name in the op's schema, if it is given."""
+    """Return a node's arguments, with `change` applied to the argument of this name, if it is given."""
     assert isinstance(node.target, torch._ops.OpOverload)
     if name in kwargs:
         return tuple(args), {**kwargs, name: change(kwargs[name])}

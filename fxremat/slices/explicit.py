@@ -1,4 +1,4 @@
-"""A rewrite of ops that cannot run in slices into ops that can, with results that are equal up to rounding.
+"""A rewrite of ops that cannot run in slices to ops that can, with results that are equal up to rounding.
 
     nll_loss(x, y), mean     nll_loss(losses of rows as they are, 0, mean)             the same bits
     with class weights       sum(nll_loss(x, y), none) / weight of all targets         accumulated in float64
@@ -25,14 +25,14 @@ aten = torch.ops.aten
 FILLED: dict[Any, tuple[int, ...]] = {
     aten.new_zeros.default: (0,),
     aten.new_ones.default: (1,),
-    aten.new_full.default: (),  # the number is an argument of the op
+    aten.new_full.default: (),  # adds no argument: the fill value is one of the op's own
 }
 IGNORED = -100
-MEAN, ADDED = 1, 2  # reductions of a loss, as aten numbers them
+MEAN, ADDED = 1, 2  # aten's numbers for the reductions "mean" and "sum" of a loss
 
 
 def make_explicit(graph: fx.Graph) -> None:
-    """Rewrite losses, means and dropouts of a joint graph as ops that can be cut. O(nodes)."""
+    """Rewrite losses, means and dropouts of a joint graph to ops that can run on slices. O(nodes)."""
     for node in list(graph.nodes):
         if node.target in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
             _loss_by_rows(node)
@@ -50,7 +50,7 @@ def make_explicit(graph: fx.Graph) -> None:
 
 
 class _Before:
-    """A function that inserts calls, with their fake values, before a node which they will replace."""
+    """Inserts calls, with their fake values, before a node that they will replace."""
 
     def __init__(self, node: fx.Node, mode: Any) -> None:
         self.node, self.mode = node, mode
@@ -89,9 +89,11 @@ def _loss_by_rows(node: fx.Node) -> None:
 def _added_as_whole(
     write: _Before, op: Any, losses: fx.Node, target: fx.Node, _: None, reduction: int, ignored: int
 ) -> tuple[fx.Node, fx.Node]:
-    """Add up losses of rows by the op itself, given as losses of a single class; return (loss, total weight).
+    """Sum up the losses of rows by the loss op itself, treating them as losses of one class.
 
-    So the sum and the division are those of the original op, bit for bit.
+    Return (loss, total weight).
+
+    Sum and division are therefore those of the original op, bit for bit.
     """
     value = _shown(target)
     seen = write(aten.ne.Scalar, target, ignored)
@@ -102,14 +104,15 @@ def _added_as_whole(
     result = write(op, only, first, None, reduction, IGNORED)
     shape = list(_shown(only).shape)
     zeros = write(aten.zeros.default, shape, dtype=_shown(losses).dtype, device=value.device)
-    weight = write(op, zeros, first, None, reduction, IGNORED)  # computed before any row
+    # the total weight depends only on the targets, so it is computed before any slice runs
+    weight = write(op, zeros, first, None, reduction, IGNORED)
     return write(operator.getitem, result, 0), write(operator.getitem, weight, 1)
 
 
 def _added_by_weight(
     write: _Before, _: Any, losses: fx.Node, target: fx.Node, weight: fx.Node, reduction: int, ignored: int
 ) -> tuple[fx.Node, fx.Node]:
-    """Return (sum or weighted mean of the losses of rows, total weight of the targets), accumulated in float64."""
+    """Return (sum or weighted mean of the losses of rows, total weight of the targets), computed in float64."""
     dtype = _shown(losses).dtype
     total = _weight_of(write, target, weight, ignored)
     result = write(aten.sum.default, losses, dtype=torch.float64)
@@ -167,7 +170,7 @@ def _add_up(node: fx.Node, write: _Before, x: fx.Node, divisor: int) -> None:
 
 
 def _filled_alone(node: fx.Node) -> None:
-    """Replace a fill that takes type and device from a tensor by one that reads none."""
+    """Replace a fill that takes dtype and device from a tensor by one that reads no tensor."""
     value = _shown(node)
     write = _Before(node, value.fake_mode)  # type: ignore[attr-defined]
     number = FILLED[node.target] or (argument(node, "fill_value"),)
@@ -184,7 +187,7 @@ def _mask_by_itself(node: fx.Node) -> None:
         return
     with value.fake_mode:  # type: ignore[attr-defined]
         in_order = torch.empty_like(value).is_contiguous()
-    if not in_order:  # dropout draws in memory order, bernoulli in the order of its own result
+    if not in_order:  # native_dropout draws in memory order, bernoulli in the order of its result's dimensions
         return
     write = _Before(node, value.fake_mode)  # type: ignore[attr-defined]
     empty = write(aten.empty.memory_format, list(value.shape), dtype=torch.bool, device=value.device)

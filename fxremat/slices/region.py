@@ -1,15 +1,14 @@
-"""The region around an op that needs too much memory: which ops run in slices together, and along which axis.
+"""Finding the region around an op that needs too much memory: the ops to run together in slices, and along which axis.
 
     seed     the largest value that the op reads or writes
     axes     of the seed: as many rows as there are tokens first, then entire sequences, then other dimensions
-    grow     every producer and reader of a value that is cut and large joins; the first of its ways (`rules`) that
+    grow     every producer and reader of a large value that is cut is added; the first of its ways (`rules`) that
              agrees with the known labels of its inputs and outputs says how these are cut
 
-A label says how a tensor is cut: along which axis, not at all, or that a slice has one summand of it (`labels`).
-
-Values that cross the border of a region are small, equal in all slices, or a sum over them by construction; outputs of
-its forward may be large, and are then assembled from its slices. A large value that is read by an op without a way is
-the reason why there is no region, and is reported.
+A label says how a tensor is cut: along which axis, not at all, or that a slice has one summand of it
+(`labels`). Values that cross the border of a region are small, or equal in all slices, or a sum over them;
+outputs of its forward may be large, and are then assembled from its slices. If a large value is read by an op
+that has no way to run in slices, there is no region, and this reason is reported.
 """
 
 from __future__ import annotations
@@ -28,17 +27,18 @@ from fxremat.slices.labels import SUM, WHOLE, Part, axes
 from fxremat.slices.rules import Way, name_of, shape_of, tensor_inputs, ways, why_not
 from fxremat.slices.values import Values
 
-MOST_BETWEEN = 60  # ops between a region's forward and its backward that may join it, at most
-LARGE = (0.25, 0.125, 0.5)  # shares of the seed's bytes from which values count as large, in the order of trial
+MOST_BETWEEN = 60  # maximum number of ops between a region's forward and its backward that are added to it
+# values count as large from these fractions of the largest value's bytes on; tried in this order
+LARGE = (0.25, 0.125, 0.5)
 
 Label = Part | tuple[Part, ...]
 
 
 class Blocked(Exception):
-    """An error: no region can be cut along an axis; the message says which op prevents it.
+    """Raised if no group of ops can run in slices; the message names the op that prevents it.
 
     Attributes:
-        reached: number of ops that were in the region by then, a measure of how near it came.
+        reached: number of ops that were in the group by then.
     """
 
     reached = 0
@@ -46,25 +46,26 @@ class Blocked(Exception):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """A region: ops that run in slices together."""
+    """A region: a group of ops that can run together in slices."""
 
-    count: int  # rows of the axis
-    outer: int  # product of the seed's dimensions before the axis
+    count: int  # number of rows into which tensors are cut
+    outer: int  # product of the dimensions of `seed`, the largest value, before the axis
     ops: tuple[fx.Node, ...]
     labels: dict[fx.Node, Label]
-    large: frozenset[fx.Node]  # values of which only one slice exists at a time
+    large: frozenset[fx.Node]  # values of which only one slice is allocated at a time
     seed: fx.Node
 
     @property
     def axis(self) -> tuple[int, int]:
-        """The axis, as (`outer`, `count`), which distinguishes regions around one op."""
+        """(elements before the cut dimensions, rows): equal if two regions around one op are cut along the same axis.
+        """
         return self.outer, self.count
 
 
 def find(values: Values, op: fx.Node) -> Iterator[Found]:
-    """Yield regions around an op, the finest axis first.
+    """Yield regions around an op, those with the finest axis first.
 
-    Raises `Blocked`, with the nearest reason, if there is none.
+    Raises `Blocked` if there is none, with the reason of the attempt that came closest.
     """
     reasons: list[Blocked] = []
     found = 0
@@ -90,7 +91,7 @@ def find(values: Values, op: fx.Node) -> Iterator[Found]:
 
 
 def _axes_of(values: Values, seed: fx.Node) -> Iterator[tuple[int, int]]:
-    """Yield the axes of a value in all shapes in which views show it: (elements before the axis, rows)."""
+    """Yield the possible axes of a value, in the shapes of all its views: (elements before the axis, rows)."""
     numel = seed.meta["val"].numel()
     found: dict[tuple[int, int], None] = {}
     for node in values.showing(seed):
@@ -106,7 +107,7 @@ def _axes_of(values: Values, seed: fx.Node) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class _Growing:
-    """A region under construction."""
+    """A region under construction, which ops are added to."""
 
     values: Values
     seed: fx.Node
@@ -118,7 +119,7 @@ class _Growing:
     large: set[fx.Node] = field(default_factory=set)
 
     def run(self) -> Found:
-        """Grow the region from its seed. Raises `Blocked`."""
+        """Grow the region from its seed, the largest value. Raises `Blocked`."""
         values = self.values
         if not any(outer == self.outer for outer, _ in axes(shape_of(self.seed), self.count)):
             raise Blocked(f"{self.seed.name} has no such axis")
@@ -130,7 +131,7 @@ class _Growing:
         self._take_all_or_none()
         large = self.large
         self._check_sums(large)
-        for node in values.nodes:  # views between ops of the region
+        for node in values.nodes:  # sets the labels of views between ops of the region
             if values.is_view(node):
                 self._try_view(node)
         self._check_views()
@@ -145,7 +146,8 @@ class _Growing:
         )
 
     def _grow(self, values: Iterable[fx.Node]) -> None:
-        """Add all ops that make or read these values, and ops around the large values that become cut thereby."""
+        """Add to the region all ops that write or read these values; repeat for the large values that are sliced then.
+        """
         queue = deque(values)
         while queue:
             value = queue.popleft()
@@ -155,13 +157,13 @@ class _Growing:
                     queue.extend(self._join(op))
 
     def _take(self, ops: Iterable[fx.Node]) -> None:
-        """Add these ops, and all that follow from them."""
+        """Add these ops to the region, and all ops that then have to be in it."""
         for op in ops:
             if op not in self.ops:
                 self._grow(self._join(op))
 
     def _take_all_or_none(self) -> None:
-        """Add the ops between the forward and the backward of the region, if they are few and can be cut."""
+        """Add the ops between the forward and the backward of the region, if they are few and can run in slices."""
         before = dict(self.labels), dict(self.ops), set(self.large)
         try:
             while between := self._between(same_part=False):
@@ -173,10 +175,11 @@ class _Growing:
             self.labels, self.ops, self.large = before
 
     def _between(self, *, same_part: bool) -> list[fx.Node]:
-        """List ops outside the region that depend on its values, directly or not, and on which its ops depend.
+        """List ops outside the region that depend on its values, and on which its ops depend, directly or indirectly.
 
         Args:
-            same_part: list ops between two ops of the forward, or of the backward; else between forward and backward.
+            same_part: True: list ops between two ops of the forward, or of the backward; False: between forward and
+                backward.
         """
         late = self.values.late
         parts = ((False, False), (True, True)) if same_part else ((False, True),)
@@ -192,10 +195,10 @@ class _Growing:
     def _reached(
         self, nodes: Iterable[fx.Node], late: bool, following: Callable[[fx.Node], Iterable[fx.Node]]
     ) -> set[fx.Node]:
-        """Return the nodes that are reached from the region's ops of the backward, if `late`, else of the forward.
+        """Return the nodes reached from the region's forward ops or, if `late`, from its backward ops.
 
         Args:
-            nodes: all nodes, in the order in which to go through them.
+            nodes: all nodes, in the order in which to visit them.
             following: returns the nodes from which a node is reached.
         """
         found = {op for op in self.ops if (op in self.values.late) == late}
@@ -213,7 +216,9 @@ class _Growing:
         )
 
     def _join(self, op: fx.Node) -> list[fx.Node]:
-        """Add an op, in the first of its ways that agrees with known labels; return values that now count as large.
+        """Add an op to the region, cut in the first way that agrees with known labels.
+
+        Return values that then count as large.
 
         Raises `Blocked` if no way agrees.
         """
@@ -239,7 +244,8 @@ class _Growing:
         return all(_fits(old, new) for old, new in known) and any(isinstance(old, int) for old, _ in known)
 
     def _put(self, node: fx.Node, part: Part) -> None:
-        """Label a node, and what it is a view of, with how they are cut. Raises `Blocked` if a label contradicts."""
+        """Store how a node is cut, and the tensor that it is a view of. Raises `Blocked` if that contradicts a label.
+        """
         old = self.labels.get(node)
         if old is not None:
             if not _fits(old, part):
@@ -255,7 +261,8 @@ class _Growing:
             self._put(parent, above)
 
     def _above(self, view: fx.Node, part: Part) -> tuple[fx.Node, Part | None]:
-        """Return the tensor that a view was taken from, and how it is cut; None if that does not follow from `part`."""
+        """Return the tensor that a view was taken from, and how it is cut, or None if that does not follow from `part`.
+        """
         parent = tensor_inputs(view)[0] if tensor_inputs(view) else view.all_input_nodes[0]
         if part is WHOLE or part is SUM:
             return parent, WHOLE if part is WHOLE else None
@@ -265,14 +272,14 @@ class _Growing:
         return parent, found[0] if found else None
 
     def _see(self, node: fx.Node) -> Label | None:
-        """Return how a node is cut, inferred from the base of a view if possible; None if it is not known."""
+        """Return how a node is cut, inferred for a view from its base if possible; None if it is not known."""
         if node in self.labels or not self.values.is_view(node):
             return self.labels.get(node)
         self._try_view(node)
         return self.labels.get(node)
 
     def _try_view(self, node: fx.Node) -> None:
-        """Label a view, if how it is cut follows from how the tensor that it was taken from is cut."""
+        """Label a view if how it is cut follows from the tensor that it was taken from."""
         if node in self.labels:
             return
         parent = node.all_input_nodes[0]
@@ -282,7 +289,7 @@ class _Growing:
         if isinstance(above, tuple):
             self.labels[node] = above[_position(node, parent)]
         elif above is WHOLE or above is SUM:
-            if name_of(node) != "expand":  # each slice may show the rows of a slice of an uncut tensor
+            if name_of(node) != "expand":  # an uncut tensor may be expanded along the cut dimension
                 self.labels[node] = WHOLE
         else:
             found = [way.writes for way in ways(node, self.count) if way.reads.get(parent) == above]
@@ -291,7 +298,7 @@ class _Growing:
                 self.labels[node] = found[0] if several else found[0][0]
 
     def _check_sums(self, large: set[fx.Node]) -> None:
-        """Raise `Blocked` if a sum is read before all slices have run."""
+        """Raise `Blocked` if a sum over the slices is read before all slices have run."""
         for op in self.ops:
             for value in self.values.read_by(op):
                 if self.labels.get(value) is not SUM or self.values.producer(value) not in self.ops:
@@ -302,7 +309,7 @@ class _Growing:
 
 
     def _check_views(self) -> None:
-        """Raise `Blocked` if a view of a value of the region does not follow from how the value is cut."""
+        """Raise `Blocked` if a view of a value in the region cannot be taken of a slice of the value."""
         for op in self.ops:
             for node in op.all_input_nodes:
                 base = self.values.base(node)
@@ -321,7 +328,10 @@ class _Growing:
 
 
 def _fits(old: Label | None, new: Part) -> bool:
-    """Tell whether two labels of a node agree: if equal, or SUM and WHOLE, since a finished sum is an uncut tensor."""
+    """Tell whether two labels agree on how a node is cut.
+
+    A sum over slices (SUM) may be read as an uncut tensor (WHOLE) once it is complete.
+    """
     if old is None or old == new:
         return True
     return (old is SUM and new is WHOLE) or (old is WHOLE and new is SUM)

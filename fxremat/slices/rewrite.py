@@ -1,4 +1,4 @@
-"""A joint graph in which regions run in slices: `Captured -> Captured`, before anything is planned.
+"""A rewrite of a joint graph so that groups of its ops (regions) run in slices, before anything is planned.
 
     made again    forward op (cut inputs)            -> losses, sums, small results
                   backward op (the same, gradients)  -> gradients, assembled from slices, and sums; it runs the slice's
@@ -6,10 +6,9 @@
     inside        one forward op                     -> results and gradients, as if the loss's gradient were 1; the
                                                         backward multiplies them by the real gradient of the loss
 
-"inside" runs no op twice. It is possible if the only incoming gradient is that of the loss, which is one number; the
-factors of loss scaling would cost half-precision floats bits, so that float16 gradients are never made in this way.
-
-A region is searched for around the op that needs most, then the next, until none needs more than a target.
+"inside" runs no op twice. It is possible if the only incoming gradient is that of the loss, which is one
+number, and no gradient is float16, which loss scaling would cost bits. A region is searched for around the op
+that needs most memory, then around the next, until none needs more than a target.
 """
 
 from __future__ import annotations
@@ -33,29 +32,29 @@ from fxremat.slices.write import Writer, show, show_again, sort_again
 
 aten = torch.ops.aten
 
-LEAST_ROWS = 32  # least rows of a slice, if the axis has more than MANY rows
-MANY = 256  # rows of an axis
+LEAST_ROWS = 32  # minimum number of rows of a slice, if tensors are cut into more than MANY rows
+MANY = 256  # number of rows into which tensors are cut
 MOST_REGIONS = 200
-TRIED = 6  # ops for which no region was found, after which the search ends
-TOLD = 0.5  # share of the largest op's bytes: no reason is reported for ops that need less
-MOST_REASONS = 3  # reasons that are reported, at most
-MANY_OUTPUTS = 16  # an output this many times smaller than the largest op's need is returned in any case
+TRIED = 6  # the search ends after this many ops for which no region was found
+TOLD = 0.5  # reasons are reported only for ops that need at least this fraction of the largest op's bytes
+MOST_REASONS = 3  # number of reasons that are reported
+MANY_OUTPUTS = 16  # outputs smaller than the bytes of the largest op by this factor are never replaced by NaN
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlicedRegion:
-    """A description of a region that runs in slices, for messages.
+    """The description of a region (group of ops) that runs in slices, for messages.
 
     Attributes:
         parts: number of slices.
-        rows: rows of a slice.
-        inside: gradients are made in the forward.
+        rows: number of rows of a slice.
+        inside: True if gradients are computed in the forward.
         ops: names of the ops of the joint graph that run in slices.
-        where: the module, or the line, whose value was too large.
+        where: the module, or the line of code, whose value was too large.
         sums: number of results that are sums over the slices.
         summed: the modules, or names, of the ops whose sums have more than one number.
-        summed_in: the data types in which sums of more than one number are accumulated.
-        wide: sums of half precision are accumulated in float32.
+        summed_in: the dtypes in which sums of more than one number are accumulated.
+        wide: True if sums of half precision are accumulated in float32.
     """
 
     parts: int
@@ -71,14 +70,14 @@ class SlicedRegion:
 
 @dataclass(frozen=True, kw_only=True)
 class Slicing:
-    """The settings with which regions are chosen and cut; they always cut equal joint graphs in the same way.
+    """Settings for choosing groups of ops (regions) that run in slices; equal graphs get equal regions.
 
     Attributes:
         target: bytes that an op may read and write, without parameters.
-        most: slices of a region at most.
-        inside: make gradients in the forward if that is possible.
-        wide: accumulate sums of half precision in float32.
-        only_loss: instead of large tensors other than the loss, return NaN in their shapes.
+        most: largest number of slices of a region.
+        inside: True: compute gradients in the forward if that is possible.
+        wide: True: accumulate sums of half precision in float32.
+        only_loss: True: instead of large outputs other than the loss, return NaN in their shapes.
     """
 
     target: int
@@ -88,36 +87,36 @@ class Slicing:
     only_loss: bool = False
 
     def of(self, joint: Captured) -> SlicedJoint:
-        """Return the graph with regions cut until no op needs more than `target` bytes, as far as that is possible."""
+        """Return the graph with regions in slices, such that no op needs more than `target` bytes if possible."""
         return _Slicer(joint, self).run()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlicedJoint:
-    """A joint graph some of whose regions run in slices."""
+    """A joint graph after some of its regions (groups of ops) were replaced by ops that run them in slices."""
 
     joint: Captured
     slicing: Slicing
     regions: tuple[SlicedRegion, ...]
-    blocked: tuple[str, ...]  # the reasons why ops that need much are not cut
-    floor: int  # bytes that the largest op reads and writes of those that are not cut
+    blocked: tuple[str, ...]  # the reasons why ops that need much memory do not run in slices
+    floor: int  # bytes read and written by the largest op that does not run in slices
 
 
 def largest_need(joint: Captured) -> int:
-    """Return the bytes that the op with the largest need reads and writes, without parameters and inputs."""
+    """Return the bytes that the largest op reads and writes, without parameters and inputs."""
     values = Values(joint)
     return max((values.need(joint.nodes[op.index]) for op in joint.ops), default=0)
 
 
 def bytes_beside_loss(joint: Captured) -> int:
-    """Return the bytes of large tensors that the forward returns besides its loss, which need not be returned."""
+    """Return the bytes of large tensors that the forward returns besides its loss, and that could be left out."""
     values, need = Values(joint), largest_need(joint)
     nodes = [node for node in _beside_loss(joint) if _is_left_out(values, node, need)]
     return sum(map(values.bytes, {values.base(node) for node in nodes}))
 
 
 def _beside_loss(joint: Captured) -> list[fx.Node]:
-    """Return the outputs of the forward that no gradient is handed in for: all but the loss."""
+    """Return the outputs of the forward that get no gradient: all but the loss."""
     trained = {str(getattr(node.meta.get("desc"), "output", None)) for node in joint.tangent_nodes}
     outputs = zip(joint.forward_outputs, joint.output_descs, strict=True)
     return [node for node, desc in outputs if isinstance(node, fx.Node) and str(desc) not in trained]
@@ -126,11 +125,11 @@ def _beside_loss(joint: Captured) -> list[fx.Node]:
 class _Slicer:
     def __init__(self, joint: Captured, slicing: Slicing) -> None:
         self.given, self.slicing = joint, slicing
-        self.graph = _copy(joint.module.graph)  # the graph that is rewritten
+        self.graph = _copy(joint.module.graph)  # the graph being rewritten; a copy of the original
         self.outputs = len(joint.forward_outputs)
         self.regions: list[SlicedRegion] = []
-        self.blocked: dict[str, str] = {}  # op -> reason, "" if it is not worth reporting
-        self.need = 0  # bytes that the largest op reads and writes, before anything is cut
+        self.blocked: dict[str, str] = {}  # op -> reason why it cannot run in slices; "" if it is not worth reporting
+        self.need = 0  # bytes that the largest op reads and writes in the original graph
 
     def run(self) -> SlicedJoint:
         forget_overwriting(self.graph)
@@ -159,7 +158,7 @@ class _Slicer:
         return SlicedJoint(joint=joint, slicing=self.slicing, regions=tuple(self.regions), blocked=blocked, floor=floor)
 
     def _leave_out(self, values: Values) -> bool:
-        """Let the forward return NaN instead of large tensors besides its loss; return whether there are any."""
+        """Make the forward return NaN instead of large tensors besides its loss; return whether there are any."""
         beside = [node for node in _beside_loss(values.joint) if _is_left_out(values, node, self.need)]
         end = next(iter(reversed(self.graph.nodes)))
         outputs = list(end.args[0])
@@ -183,7 +182,7 @@ class _Slicer:
         return Values(read_joint(cast(Any, _Unfinished(self.graph)), self.outputs))
 
     def _largest(self, values: Values) -> fx.Node | None:
-        """Return the op, of those not blocked, that reads and writes the most bytes; None if all are within target."""
+        """Return the largest op by bytes read and written that is not blocked; None if all are within the target."""
         open_ = [op for op in values.ops if op.name not in self.blocked]
         op = max(open_, key=values.need, default=None)
         return op if op is not None and values.need(op) > self.slicing.target else None
@@ -222,7 +221,7 @@ class _Slicer:
         return max(values.need(op) for op in found.ops)
 
     def _parts(self, values: Values, found: Found) -> int:
-        """Return the fewest slices, a power of two, with which no op of the region needs more than the target."""
+        """Return the smallest power of two as number of slices with which no op of the region exceeds the target."""
         least = LEAST_ROWS if found.count > MANY else 1
         most = min(self.slicing.most, found.count // least)
         need, parts = self._need(values, found), 2
@@ -256,7 +255,7 @@ class _Slicer:
 
 
 def _is_left_out(values: Values, node: fx.Node, need: int) -> bool:
-    """Tell whether an output is a large floating-point tensor that the forward makes, and overwrites nothing."""
+    """Tell whether an output is a large floating-point tensor that the forward computes, and overwrites no input."""
     value = values.joint.value_of.get(node)
     shown = node.meta.get("val")
     return (
@@ -269,7 +268,7 @@ def _is_left_out(values: Values, node: fx.Node, need: int) -> bool:
 
 
 def _where(found: Found) -> str:
-    """Return the first module of a region's ops; else the line of its largest value, or that value's name."""
+    """Return the first module of a region's ops, or the source line or name of its largest value."""
     names = (module_of(op) for op in found.ops)
     frame = frame_of(found.seed)
     line = frame.place if frame else found.seed.name
@@ -277,7 +276,7 @@ def _where(found: Found) -> str:
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
-    """Return a graph with the same nodes, names and fake values."""
+    """Return a copy of a graph, with the same names and fake values."""
     made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         copies[node] = made.node_copy(node, copies.__getitem__)
@@ -287,6 +286,6 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 @dataclass(frozen=True)
 class _Unfinished:
-    """A graph that is read while it is rewritten; no code is generated for it."""
+    """A graph that is analysed while it is rewritten, for which no code is generated."""
 
     graph: fx.Graph

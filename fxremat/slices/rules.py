@@ -6,9 +6,9 @@
     mm, inner      a, b cut              ->  sum           sum over the axis    cut    ->  sum
     pointwise      all cut, or broadcast ->  cut           convolution          batch  ->  batch, sums of weights
 
-An op has several ways if its inputs can be cut along several axes. An op that is not in the tables has none, and is
-named if it keeps a region from being cut. The tests compare each rule with the uncut op on real tensors, and with
-DTensor's strategies where these can express the same.
+An op has several ways if its inputs can be cut along several axes. An op without a rule cannot run in slices,
+and is named in the message if that keeps a region from being cut. The tests compare each rule with the uncut op
+on real tensors, and with DTensor's strategies where these can express the same.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from fxremat.slices.labels import SUM, WHOLE, Part, Place, axes, place
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run an op in slices: the parts of its inputs and of its outputs."""
+    """One way to run an op in slices: how its inputs and its outputs are cut."""
 
     reads: Mapping[fx.Node, Part]
-    writes: tuple[Part, ...]  # the part of each output
+    writes: tuple[Part, ...]  # for each output of an op, the dimension along which it is cut into slices
 
 
 Rule = Callable[[fx.Node, int], Iterator[Way]]
 _RULES: dict[str, Rule] = {}
 
-POINTWISE = {  # pointwise ops that torch does not tag as such
+POINTWISE = {  # pointwise ops without torch's `pointwise` tag
     *("_to_copy", "clone", "detach", "alias", "native_dropout_backward", "masked_fill", "lift_fresh_copy"),
     *("full_like", "zeros_like", "ones_like", "empty_like"),
 }
 VIEWS = {
     *("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten"),
 }
-SEE_ALL = {  # ops that are known to need the entire axis, and the reason
+SEE_ALL = {  # op that needs the entire axis -> the reason
     "native_batch_norm": "reads statistics of the whole batch (BatchNorm)",
     "_native_batch_norm_legit": "reads statistics of the whole batch (BatchNorm)",
     "_native_batch_norm_legit_functional": "reads statistics of the whole batch (BatchNorm)",
@@ -64,7 +64,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def ways(node: fx.Node, count: int) -> list[Way]:
-    """Return the ways to run an op in slices of an axis of `count` rows; none for an op without a rule."""
+    """Return the ways to run an op in slices of tensors with `count` rows; [] for an op without a rule."""
     rule = _rule(node)
     if rule is None or is_random(node):
         return []
@@ -72,7 +72,7 @@ def ways(node: fx.Node, count: int) -> list[Way]:
 
 
 def why_not(node: fx.Node) -> str:
-    """Explain, for a message, why an op keeps a region from being cut."""
+    """Explain, for a message, why an op cannot run in slices."""
     name = name_of(node)
     if name in SEE_ALL:
         return f"{node.name} {SEE_ALL[name]}"
@@ -87,7 +87,8 @@ def _rule(node: fx.Node) -> Rule | None:
     name, target = name_of(node), node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return None
-    if target.namespace == "aten" and name in _RULES:  # an op of that name in another library may be a different op
+    # an op with this name in another library may compute something else
+    if target.namespace == "aten" and name in _RULES:
         return _RULES[name]
     pointwise = torch.Tag.pointwise in target.tags or (target.namespace == "aten" and name in POINTWISE)
     return _pointwise if pointwise and target.namespace in ("aten", "prims") else None
@@ -105,19 +106,19 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def with_argument(node: fx.Node, name: str, value: Any) -> list[Any]:
-    """Return all arguments of an op by position, with one replaced."""
+    """Return all arguments of an op as a list in schema order, with one of them replaced."""
     assert isinstance(node.target, torch._ops.OpOverload)
     schema = node.target._schema.arguments
     return [value if each.name == name else argument(node, each.name) for each in schema]
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Return the shape of a node's value, which is one tensor."""
+    """Return the shape of the tensor that a node computes."""
     return tuple(cast(torch.Tensor, node.meta["val"]).shape)
 
 
 def outputs_of(node: fx.Node) -> list[torch.Tensor | None]:
-    """Return the outputs of a node, by position; None for an output that is no tensor, or is not made."""
+    """Return the outputs of a node by index, with None for outputs that are not tensors or not computed."""
     return tensors_of(node)
 
 
@@ -144,7 +145,10 @@ def _whole(node: fx.Node, **_: Any) -> dict[fx.Node, Part]:
 
 
 def _way(node: fx.Node, cut: Iterable[tuple[Any, Part]], *writes: Part) -> Way | None:
-    """Return a way with these parts of some inputs, all others whole; None if an input would have two parts."""
+    """Return the way in which only the inputs in `cut` are cut, as stated there.
+
+    None if that cuts an input in two ways.
+    """
     reads: dict[fx.Node, Part] = {}
     for parent, part in cut:
         if isinstance(parent, fx.Node) and reads.setdefault(parent, part) != part:
@@ -157,7 +161,10 @@ def _only(*found: Way | None) -> Iterator[Way]:
 
 
 def _at(shape: Sequence[int], dim: int, count: int) -> tuple[int, int] | None:
-    """Return (`outer`, elements to a row) for cutting one dimension into `count` rows; None if it cannot be cut so."""
+    """Return (elements before the dimension, elements per row) if a dimension is cut into `count` rows.
+
+    None if impossible.
+    """
     outer = math.prod(shape[:dim])
     found = place(shape, outer, count)
     if found is None or found.dim != dim or found.dims != 1:
@@ -171,11 +178,11 @@ def _cut(
     outputs: Sequence[tuple[Any, int] | Part],
     count: int,
 ) -> Way | None:
-    """Return a way that cuts inputs and outputs along single dimensions, all with as many elements to a row.
+    """Return a way that cuts inputs and outputs along single dimensions, all with the same number of elements in a row.
 
     Args:
         pairs: inputs, each with the dimension that is cut, or None if the input is not cut.
-        outputs: for each output, (tensor, dimension that is cut), or its part if it is not cut.
+        outputs: for each output, (tensor, dimension that is cut), or its label if it is not cut.
     """
     each: set[int] = set()
     cut: list[tuple[Any, Part]] = []
@@ -206,7 +213,10 @@ def _cut(
 
 
 def _aligned(shape: Sequence[int], whole: Sequence[int], at: Place, count: int) -> Part | None:
-    """Return how an operand is cut that is broadcast to the shape `whole`, which is cut at a place; None: it cannot."""
+    """Return how an operand is cut that is broadcast to the shape `whole`, which is cut along `at`.
+
+    None if it cannot be.
+    """
     offset = len(whole) - len(shape)
     dims = [shape[d - offset] if d >= offset else 1 for d in range(at.dim, at.end)]
     if dims == list(whole[at.dim : at.end]):
@@ -219,7 +229,7 @@ def _aligned(shape: Sequence[int], whole: Sequence[int], at: Place, count: int) 
 
 
 def _pointwise(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways for ops in which an element of the result depends on one element of each operand."""
+    """Yield ways to slice ops in which an element of the result depends on one element of each operand."""
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return
     whole = shape_of(node)
@@ -231,7 +241,7 @@ def _pointwise(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules(*VIEWS)
 def _reshape(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways for views that keep the order of elements."""
+    """Yield ways to slice views that keep the order of elements."""
     (x,) = tensor_inputs(node)
     if not isinstance(node.meta.get("val"), torch.Tensor) or node.target is torch.ops.aten.view.dtype:
         return
@@ -276,7 +286,10 @@ FILLS = ("full", "zeros", "ones", "empty")
 
 @_rules(*FILLS)
 def _fill(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways for tensors of one number (`explicit` rewrites fills that read a tensor's type and device)."""
+    """Yield ways to slice constant tensors.
+
+    Fills that take dtype and device from a tensor are rewritten before (`explicit`).
+    """
     for outer, _ in axes(shape_of(node), count):
         yield Way(_whole(node), (outer,))
 
@@ -297,7 +310,7 @@ def _addmm(node: fx.Node, count: int) -> Iterator[Way]:
     bias, a, b = (cast(fx.Node, argument) for argument in node.args[:3])
     out, shape = node.meta["val"], shape_of(bias)
     for dim, operand, other in ((0, a, b), (1, b, a)):
-        at = len(shape) - 2 + dim  # the dimension of the bias, which may be broadcast
+        at = len(shape) - 2 + dim  # a bias that is broadcast has no such dimension, or size 1
         cut = (bias, at if at >= 0 and shape[at] != 1 else None)
         yield from _only(_cut(node, [cut, (operand, dim), (other, None)], [(out, dim)], count))
 
@@ -325,7 +338,7 @@ def _baddbmm(node: fx.Node, count: int) -> Iterator[Way]:
 
 
 def _along(node: fx.Node, count: int, dims: Iterable[int], operands: Sequence[fx.Node]) -> Iterator[Way]:
-    """Yield ways for ops that keep shapes and mix elements only along `dims`, which are not cut."""
+    """Yield ways to slice ops that keep shapes and combine elements only along `dims`, which are not cut."""
     shape = shape_of(operands[0])
     mixed = {dim % len(shape) for dim in dims} if shape else set()
     for outer, at in axes(shape, count):
@@ -351,7 +364,7 @@ def _flip(node: fx.Node, count: int) -> Iterator[Way]:
 
 
 def _lead(node: fx.Node, x: fx.Node, count: int) -> Iterator[tuple[int, Place]]:
-    """Yield the axes among the dimensions that a layer norm does not normalize."""
+    """Yield the axes within the dimensions that a layer norm does not normalize."""
     lead = len(shape_of(x)) - len(argument(node, "normalized_shape"))
     yield from ((outer, at) for outer, at in axes(shape_of(x), count) if at.end <= lead)
 
@@ -375,7 +388,7 @@ def _layer_norm_backward(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules("nll_loss_forward", "nll_loss2d_forward")
 def _nll_loss(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways for the losses of each row (`explicit` rewrites their sums and means)."""
+    """Yield ways to slice the losses of single rows; their sums and means are rewritten before (`explicit`)."""
     x, target = (cast(fx.Node, argument) for argument in node.args[:2])
     if argument(node, "reduction") == 0 and len(shape_of(x)) > 1:
         yield from _only(_cut(node, [(x, 0), (target, 0)], [(outputs_of(node)[0], 0), WHOLE], count))
@@ -395,14 +408,14 @@ LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "s
 
 @_rules(*LOSSES)
 def _loss(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways for losses of elements (`explicit` rewrites their sums and means)."""
+    """Yield ways to slice elementwise losses; their sums and means are rewritten before (`explicit`)."""
     if argument(node, "reduction") == 0:
         yield from _pointwise(node, count)
 
 
 @_rules(*(f"{name}_backward" for name in LOSSES))
 def _loss_backward(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways for gradients of losses of elements, or of their sum (`explicit` rewrites gradients of means)."""
+    """Yield ways to slice gradients of elementwise losses, or of their sum; those of means are rewritten before."""
     if argument(node, "reduction") != 1:
         yield from _pointwise(node, count)
 
@@ -427,7 +440,7 @@ def _sum(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules("amax", "amin", "logsumexp", "mean", "var", "std", "var_mean", "any", "all", "argmax", "argmin", "prod")
 def _reduction(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways for a reduction over other dimensions than the axis."""
+    """Yield ways to slice a reduction along a dimension that is not reduced."""
     x = tensor_inputs(node)[0]
     shape = shape_of(x)
     dims = _reduced(node, shape)
@@ -451,14 +464,14 @@ def _extremum(node: fx.Node, count: int) -> Iterator[Way]:
 
 
 def _kept(shape: Sequence[int], outer: int, at: Place, count: int) -> bool:
-    """Tell whether a shape has the same axis, maybe at another dimension."""
+    """Tell whether a tensor of this shape can be cut into the same rows, possibly along another dimension."""
     found = place(shape, outer, count)
     return found is not None and (found.dims, found.each) == (at.dims, at.each)
 
 
 @_rules("gather", "scatter", "scatter_add")
 def _gather(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways for `gather` and the like that cut a dimension along which nothing is looked up."""
+    """Yield ways to slice `gather` and similar ops along a dimension that is not indexed."""
     operands, dim = tensor_inputs(node), argument(node, "dim")
     shape = shape_of(operands[0])
     mixed = dim % len(shape) if shape else 0
@@ -480,7 +493,7 @@ def _index_select(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules("select", "slice", "slice_backward", "select_backward", "split", "split_with_sizes", "unbind", "cat", "stack")
 def _take(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways for ops that cut or join other dimensions than the axis."""
+    """Yield ways to slice ops that split or join tensors along other dimensions than the cut one."""
     dim = argument(node, "dim")
     yield from _beside(node, count, [0 if dim is None else dim], tensor_inputs(node))
 
@@ -499,7 +512,7 @@ def _pad(node: fx.Node, count: int) -> Iterator[Way]:
 
 @_rules("index")
 def _index(node: fx.Node, count: int) -> Iterator[Way]:
-    """Yield ways for indices of adjacent dimensions other than the axis."""
+    """Yield ways to slice `index` if the indexed dimensions are adjacent, and come after the cut one."""
     x, indices = cast(fx.Node, node.args[0]), cast(Sequence[Any], node.args[1])
     taken = [dim for dim, index in enumerate(indices) if index is not None]
     if not taken or taken != list(range(taken[0], taken[-1] + 1)):
@@ -512,9 +525,9 @@ def _index(node: fx.Node, count: int) -> Iterator[Way]:
 
 
 def _beside(node: fx.Node, count: int, dims: Iterable[int], operands: Sequence[fx.Node]) -> Iterator[Way]:
-    """Yield ways for ops that change some dimensions, if the axis is the same group of dimensions in all tensors.
+    """Yield ways to slice ops that change some dimensions, along other dimensions that all tensors have.
 
-    The group is counted from the front if it precedes the changed dimensions, else from the end.
+    If the sliced dimension precedes the changed ones, tensors are aligned at their first dimension, else at the last.
     """
     outputs = [t for t in outputs_of(node) if t is not None]
     shape = list(shape_of(operands[0]))
@@ -582,7 +595,7 @@ def _group_norm_backward(node: fx.Node, count: int) -> Iterator[Way]:
     yield from _only(_cut(node, [(x, 0) for x in node.args[:4]], [first, SUM, SUM], count))
 
 
-BY_BATCH = (  # every tensor begins with the batch; a mask or a bias may be broadcast over it
+BY_BATCH = (  # ops all of whose tensors have the batch as first dimension; a mask or bias may be broadcast over it
     *("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "max_pool3d_with_indices"),
     *("avg_pool1d", "avg_pool2d", "avg_pool3d", "avg_pool2d_backward", "avg_pool3d_backward"),
     *("_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d"),

@@ -1,4 +1,4 @@
-"""A joint graph for the search for regions: ops, the values that they make, and the views in between."""
+"""A view of a joint graph for finding regions to slice: ops, the values that they compute, and views of these."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fxremat.slices.body import Sliced
 
 
 class Values:
-    """The values of a joint graph by node: a value is the node that makes a storage, or selects it from its op.
+    """The values of a joint graph as nodes: a value is the node that allocates a storage, or the getitem selecting it.
 
     Attributes:
-        late: the nodes of the backward, gradients that are handed in included.
+        late: the nodes of the backward, including the incoming gradients.
     """
 
     def __init__(self, joint: Captured) -> None:
@@ -36,16 +36,16 @@ class Values:
 
     @cached_property
     def ops(self) -> list[fx.Node]:
-        """The ops that compute, and do not run in slices yet."""
+        """The ops of the graph that do not run in slices yet."""
         return [node for node in self.joint.nodes if not isinstance(node.target, Sliced)]
 
     def base(self, node: fx.Node) -> fx.Node:
-        """Return the value that a node is a view of: the node that makes its storage; the node itself if it is none."""
+        """Return the value that a node is a view of; the node itself if it is not a view."""
         number = self.joint.value_of.get(node)
         return node if number is None else self.joint.shown[number]
 
     def is_view(self, node: fx.Node) -> bool:
-        """Tell whether a node is a view: its storage is a value that another node makes."""
+        """Tell whether a node is a view: another node allocates its storage."""
         return node.op == "call_function" and node not in self.op_of and self.base(node) is not node
 
     def bytes(self, value: fx.Node) -> int:
@@ -54,14 +54,14 @@ class Values:
         return storage_bytes(shown) if isinstance(shown, torch.Tensor) else 0
 
     def producer(self, value: fx.Node) -> fx.Node:
-        """Return the op that makes a value."""
+        """Return the op that computes a value."""
         if value.target is operator.getitem:
             assert isinstance(value.args[0], fx.Node)
             return value.args[0]
         return value
 
     def made_by(self, op: fx.Node) -> list[fx.Node]:
-        """Return the values that an op makes and other nodes read."""
+        """Return the values that an op computes and other nodes read."""
         if isinstance(op.meta.get("val"), torch.Tensor):
             return [op]
         return [user for user in op.users if user.target is operator.getitem]
@@ -81,12 +81,13 @@ class Values:
         return sorted(found, key=self.place.__getitem__)
 
     def readers(self, value: fx.Node) -> list[fx.Node]:
-        """Return the ops that read a value, and the output node if it is returned."""
+        """Return the ops that read a value, and the output node if the graph returns it."""
         shown = self.showing(value)
         every = (user for node in shown for user in node.users)
         return [user for user in dict.fromkeys(every) if user in self.op_of or user.op == "output"]
 
     def need(self, op: fx.Node) -> int:
-        """Return the bytes that an op reads and writes, without parameters and inputs; no plan needs fewer bytes."""
+        """Return the bytes that an op reads and writes, without parameters and inputs; every plan needs at least these.
+        """
         values = {*self.read_by(op), *self.made_by(op)}
         return sum(self.bytes(value) for value in values if value.op == "call_function")

@@ -1,6 +1,7 @@
-"""The ops that replace a region in its graph.
+"""Replace a region (group of ops) in its graph by ops that run it in slices.
 
-The graph is sorted again afterwards, and views of the new results show their storages (`sort_again`, `show_again`).
+Afterwards the graph is sorted topologically again, and views of the new results get new fake values
+(`sort_again`, `show_again`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Writer:
-    """A writer of the ops that replace a region in its graph."""
+    """Inserts the ops that replace a region in its graph."""
 
     def __init__(
         self, graph: fx.Graph, values: Values, found: Found, parts: int, *, wide: bool
@@ -37,12 +38,15 @@ class Writer:
         self.graph, self.values, self.found, self.parts, self.wide = graph, values, found, parts, wide
         self.forward = [op for op in found.ops if op not in values.late]
         self.backward = [op for op in found.ops if op in values.late]
-        self.sums: list[fx.Node] = []  # results that are sums over the slices
-        self.summed: list[str] = []  # the modules, or names, of sums of more than one number
-        self.summed_in: set[str] = set()  # the data types in which these are accumulated
+        self.sums: list[fx.Node] = []  # results of the region that are sums over the slices
+        self.summed: list[str] = []  # the modules (or names) of those sums over slices that have more than one number
+        self.summed_in: set[str] = set()  # the dtypes in which gradients are summed over slices
 
     def made_again(self) -> list[fx.Node]:
-        """Insert a forward op, and a backward op that runs the slice's forward again; return the new nodes."""
+        """Insert the region's forward op, and its backward op, which recomputes each slice's forward.
+
+        Return the new nodes.
+        """
         again = self._again
         written = []
         for mine, others in ((self.forward, set[fx.Node]()), (self.backward, again)):
@@ -54,7 +58,7 @@ class Writer:
         return [node for node, _, _ in written]
 
     def inside(self) -> fx.Node:
-        """Insert one forward op that makes the gradients, too, for a loss gradient of 1; return the new node.
+        """Insert one forward op that also computes the gradients, for a loss gradient of 1; return the new node.
 
         The backward multiplies them by the real gradient of the loss.
         """
@@ -80,12 +84,12 @@ class Writer:
 
     @cached_property
     def _made(self) -> set[fx.Node]:
-        """The values that the region's ops make."""
+        """The values that the region's ops compute."""
         return {value for op in self.found.ops for value in self.values.made_by(op)}
 
     @cached_property
     def _read_late(self) -> set[fx.Node]:
-        """Nodes of the backward outside the region that its ops depend on, directly or through other such nodes."""
+        """Backward nodes outside of the region on which its ops depend, directly or indirectly."""
         values, late = self.values, self.values.late
         found: set[fx.Node] = set()
         stack = [a for op in self.found.ops for a in op.all_input_nodes if values.base(a) not in self._made]
@@ -98,12 +102,12 @@ class Writer:
 
     @cached_property
     def only_loss(self) -> fx.Node | None:
-        """The gradient of the loss, if all that the region reads of the backward depends on that alone; else None."""
+        """The gradient of the loss, if the region depends on no other incoming gradient; else None."""
         values, made = self.values, self._made
         if any(t is not None and t.dtype == torch.float16 for v in made if v in values.late for t in tensors_of(v)):
             return None
         if any(values.base(a) in made for node in self._read_late for a in node.all_input_nodes):
-            return None  # it depends on a result of the region
+            return None  # no slicing is possible: an input of the region depends on a result of the region
         leaves = {node for node in self._read_late if node.op == "placeholder"}
         roots = {values.joint.shown[value] for value in values.joint.root_tangents}
         large = any(values.base(node) is node and self._is_large(node) for node in self._read_late)
@@ -137,10 +141,10 @@ class Writer:
 
     @cached_property
     def _again(self) -> set[fx.Node]:
-        """The forward ops that the backward of a slice runs again.
+        """The forward ops that the backward of each slice recomputes.
 
-        These are the ops upstream of large values; or upstream of all that is cut, if the values that would be saved
-        otherwise are more than a slice needs.
+        These are the ops on which large values depend; or those on which all cut values depend, if saving the
+        other cut values would take more memory than a slice needs.
         """
         values, large = self.values, set(self.found.large)
         needed = self._behind(large)
@@ -153,9 +157,9 @@ class Writer:
         return self._behind({v for v in made if isinstance(self.found.labels.get(v), int)})
 
     def _behind(self, made_again: Set[fx.Node]) -> set[fx.Node]:
-        """Return the region's forward ops that run again if these values are made again: those the backward needs.
+        """Return the region's forward ops that compute the values in `made_again` and that the backward needs.
 
-        Values that the forward returns are not made again.
+        Values that the forward returns are left out.
         """
         values, forward = self.values, set(self.forward)
         kept = {values.joint.shown[value] for value in values.joint.kept_outputs}
@@ -174,7 +178,7 @@ class Writer:
         return any(reader not in self.found.ops for reader in self.values.readers(value))
 
     def _is_read(self, value: fx.Node, run: Set[fx.Node]) -> bool:
-        """Tell whether a value is read by an op outside of `run`, except backward ops that make it again."""
+        """Tell whether a value is read by an op outside of `run`, other than backward ops that recompute it."""
         values = self.values
         for reader in values.readers(value):
             if reader in run:
@@ -190,10 +194,12 @@ class Writer:
         place: fx.Node,
         early: dict[fx.Node, fx.Node] | None = None,
     ) -> tuple[fx.Node, list[fx.Node], list[fx.Node]]:
-        """Insert an op, before `place`, that runs these ops in slices; return it, the outputs, and their new nodes.
+        """Insert an op before `place` that runs the ops `run` in slices.
+
+        Return the inserted node, the outputs, and the nodes that replace them.
 
         Args:
-            early: copies, in the forward, of nodes of the backward, which are read in their place.
+            early: backward node -> copy of it in the forward, which is read instead.
         """
         if not outputs:
             raise Blocked(f"nothing reads what {place.name} makes")
@@ -214,7 +220,7 @@ class Writer:
         )
         try:
             target = Sliced(region)
-        except Exception as error:  # whatever the reason why an op cannot run on a slice, the region is not cut
+        except Exception as error:  # the region stays uncut, whatever the reason why an op cannot run on a slice
             log.debug("%s cannot be cut: %s: %s", place.name, type(error).__name__, error)
             said = (str(error) or type(error).__name__).splitlines()[0]
             raise Blocked(f"{place.name} cannot be cut: {said}") from None
@@ -231,7 +237,7 @@ class Writer:
         return node, outputs, items
 
     def _note(self, sums: list[fx.Node]) -> None:
-        """Record which results are sums, before their nodes are removed."""
+        """Record which results are sums over the slices, before their nodes are removed."""
         self.sums += sums
         tensors = [node for node in sums if node.meta["val"].numel() > 1]
         self.summed += [_name_of_sum(self.values, node) for node in tensors]
@@ -239,7 +245,10 @@ class Writer:
         self.summed_in |= {str(dtype).removeprefix("torch.") for dtype in types}
 
     def _body(self, run: Set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Return what a region reads, and its ops and views in order."""
+        """Return the values that the ops in `run` read from outside, and these ops in order.
+
+        The views between the ops are included.
+        """
         values = self.values
         inputs: dict[fx.Node, None] = {}
         steps: dict[fx.Node, None] = {}
@@ -267,7 +276,7 @@ class Writer:
 
 
 def _fresh(value: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor with the layout of another, in a storage of its own."""
+    """Return a fake tensor with the layout of another one, in a storage of its own."""
     whole = storage_bytes(value) == value.numel() * value.element_size() and value.storage_offset() == 0
     with value.fake_mode:  # type: ignore[attr-defined]
         if whole:
@@ -282,7 +291,7 @@ def show(node: fx.Node) -> None:
 
 
 def show_again(graph: fx.Graph, written: Set[fx.Node]) -> None:
-    """Compute the fake values of views of new results again, so that they share the new storages.
+    """Recompute the fake values of views of new results, so that they share the new storages.
 
     `written` are the nodes of the new ops. Raises `Blocked` if a view is impossible.
     """
@@ -308,7 +317,7 @@ def show_again(graph: fx.Graph, written: Set[fx.Node]) -> None:
 
 
 def sort_again(graph: fx.Graph) -> None:
-    """Sort the nodes topologically, as close to their present order as possible. Raises `Blocked` for a cycle."""
+    """Sort the nodes topologically, as close to their current order as possible. Raises `Blocked` for a cycle."""
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
     waiting = {node: len(node.all_input_nodes) for node in nodes}
@@ -330,5 +339,5 @@ def sort_again(graph: fx.Graph) -> None:
 
 
 def _name_of_sum(values: Values, node: fx.Node) -> str:
-    """Return the module whose gradient a sum is, or the sum's name."""
+    """Return the module of the parameter whose gradient the sum is, or the sum's name."""
     return module_of(values.producer(node)) or node.name

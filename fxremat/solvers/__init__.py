@@ -1,4 +1,4 @@
-"""Solvers: pure functions from a chain and a budget in bytes to a schedule. None imports torch.
+"""Solvers: functions that take a chain of blocks and a budget in bytes, and return a schedule. None imports torch.
 
 In all of them, a_l is the output of block l, A_l all that the backward of block l reads, and d_l the gradient of a_l
 (`chains.chain`). "The thesis" is A. Shilova, Memory Saving Strategies for Deep Neural Network Training (2021).

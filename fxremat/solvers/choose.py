@@ -1,6 +1,6 @@
-"""`solve`: ask one solver, or those of `CHOSEN` that the time allows, and evaluate their schedules by `simulate`.
+"""Implements `solve`: asks one solver, or those that the time allows, and simulates the schedules they propose.
 
-A `Join` has solvers of its own, `JOINS`, which `simulate_join` evaluates.
+A `Join` of chains has solvers of its own, `JOINS`, whose schedules `simulate_join` simulates.
 """
 
 import math
@@ -21,18 +21,18 @@ from fxremat.solvers.registry import CHOSEN, DEFAULT, JOINS, NAMES, SOLVERS, Pro
 from fxremat.solvers.time_bound import lower_bound
 from fxremat.units import integer, shortened
 
-EFFORT = 10.0  # seconds
+EFFORT = 10.0  # default seconds of search
 MOST_SLOTS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """The best schedule that was found, the solver that found it, and a bound on how much better any other could be."""
+    """The best schedule found for a chain, the solver that found it, and a lower bound on the time of any schedule."""
 
     solver: str
     timeline: Timeline
-    fluid_time: float  # seconds, if memory were freed and allocated byte by byte as copies proceed
-    lower_bound: float  # seconds
+    fluid_time: float  # simulated seconds if memory were freed and allocated byte by byte as copies proceed
+    lower_bound: float  # seconds that no schedule within the budget beats
 
     @property
     def schedule(self) -> Schedule:
@@ -42,11 +42,11 @@ class Solution:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinSolution:
-    """The best schedule of a join that was found, and the solver that found it."""
+    """The best schedule found for a join of chains, and the solver that found it."""
 
     solver: str
     timeline: JoinTimeline
-    lower_bound: float  # seconds: every op once, at its fastest
+    lower_bound: float  # seconds of all forwards and backwards, each once and with its fastest option
 
     @property
     def schedule(self) -> JoinSchedule:
@@ -85,7 +85,7 @@ def solve(
     effort: float = EFFORT,
     accounting: Accounting = "whole",
 ) -> Schedule | JoinSchedule:
-    """Return the fastest schedule that is found and fits in `mem` bytes.
+    """Return the fastest schedule found that fits into `mem` bytes.
 
     Args:
         chain: the model, in bytes and seconds.
@@ -123,7 +123,7 @@ def best(
     effort: float = EFFORT,
     accounting: Accounting = "whole",
 ) -> Timeline:
-    """Return the simulation of the schedule that `solve` returns; arguments and errors are those of `solve`."""
+    """Return the simulation of the schedule that `solve` returns; arguments and errors are the same."""
     return _winner(chain, mem, solver, platform, slots, effort, accounting)[1]
 
 
@@ -158,7 +158,7 @@ def solution(
     effort: float = EFFORT,
     accounting: Accounting = "whole",
 ) -> Solution | JoinSolution:
-    """Return the schedule of `solve` with its solver, its simulation, and a bound: no schedule takes fewer seconds.
+    """Return the schedule of `solve` with the solver's name, its simulation, and a lower bound on any schedule's time.
 
     Arguments and errors are those of `solve`.
     """
@@ -185,7 +185,7 @@ def _winner(
     effort: float,
     accounting: Accounting,
 ) -> tuple[str, Timeline]:
-    """Return the solver with the best schedule, and the simulation of that schedule."""
+    """Return the name of the solver with the best schedule, and the simulation of that schedule."""
     mem, slots = _check_mem(mem), check_slots(slots)
     check_effort(effort)
     if solver not in NAMES:
@@ -214,7 +214,8 @@ def _check_mem(mem: object) -> int:
 
 
 def check_slots(slots: object) -> int:
-    """Return `slots` as an int. Raises `FxrematError` for a number of slots that no table can have."""
+    """Return `slots`, the number of memory levels of a table, as an int. Raises `FxrematError` if it is out of range.
+    """
     whole = integer(slots)
     if whole is None or not 1 <= whole <= MOST_SLOTS:
         raise FxrematError(f"slots is {shortened(slots)}; it is a whole number from 1 to {MOST_SLOTS}")
@@ -222,7 +223,7 @@ def check_slots(slots: object) -> int:
 
 
 def check_effort(effort: object, name: str = "effort") -> None:
-    """Raise `FxrematError` unless `effort`, which the caller calls `name`, is a number of seconds, 0 or more."""
+    """Raise `FxrematError` unless `effort` is a number of seconds, 0 or more; the message calls it `name`."""
     if isinstance(effort, bool) or not isinstance(effort, Real) or not float(effort) >= 0:
         raise FxrematError(f"{name} is {shortened(effort)}; it is a number of seconds, 0 or more")
 
@@ -230,7 +231,7 @@ def check_effort(effort: object, name: str = "effort") -> None:
 def _winner_of_join(
     join: Join, mem: int, solver: str, platform: Platform | None, slots: int, effort: float
 ) -> tuple[str, JoinTimeline]:
-    """Return the solver with the best schedule of a join, and the simulation of that schedule."""
+    """Return the name of the solver with the best schedule of a join, and the simulation of that schedule."""
     mem, slots = _check_mem(mem), check_slots(slots)
     check_effort(effort)
     if solver not in ("auto", *JOINS):
@@ -250,7 +251,7 @@ def _winner_of_join(
             found.append((name, propose(join, mem, slots, effort=left)))
         except BudgetTooSmall as refusal:
             refusals.append(refusal)
-        except FxrematError:  # the join is too large for this solver
+        except FxrematError:  # raised if the join is too large for this solver
             continue
         if found and found[-1][1].time <= _least_time(join):
             return found[-1]
@@ -264,7 +265,7 @@ def _least_time(join: Join) -> float:
 
 
 def ask(problem: Problem, solver: str) -> Timeline:
-    """Return the fastest schedule that one solver proposes, simulated. Raises `BudgetTooSmall`."""
+    """Return the simulation of the fastest schedule that one solver proposes. Raises `BudgetTooSmall` if none fits."""
     if SOLVERS[solver].transfers and None in (problem.platform.to_host, problem.platform.from_host):
         raise FxrematError(f"{solver} moves values to the host: give a platform with to_host and from_host")
     proposed = SOLVERS[solver].propose(problem)
@@ -275,13 +276,16 @@ def ask(problem: Problem, solver: str) -> Timeline:
 
 
 def _least(problem: Problem, proposed: list[Schedule]) -> int:
-    """Return the least peak of the proposed schedules in bytes; the peak of keep-all if none of them can run."""
+    """Return the lowest peak of the proposed schedules in bytes.
+
+    If none of them can run, return the peak without recomputation.
+    """
     roomy = replace(problem.platform, memory=None)
     peaks = []
     for schedule in proposed:
         try:
             peaks.append(simulate(problem.chain, schedule, roomy).peak)
-        except InvalidSchedule:  # it needs a link, and there is none
+        except InvalidSchedule:  # raised if the schedule copies to the host, and the platform has no link to it
             continue
     return min(peaks) if peaks else simulate(problem.chain, keep_all.schedules(problem.chain)[0]).peak
 
@@ -295,7 +299,7 @@ def _fit(problem: Problem, schedule: Schedule) -> Timeline | None:
 
 
 def _auto(problem: Problem) -> tuple[str, Timeline]:
-    """Ask the chosen solvers that the time left allows, the quickest first; stop once nothing can be faster.
+    """Ask the solvers of `CHOSEN` that the time allows, the quickest first, until no faster schedule is possible.
 
     On 8,796 random instances without a link (2 to 14 blocks) no other solver was faster than these. With a link, the
     others together led to a faster schedule on 4 of 546 instances (2 to 20 blocks), by at most 1.9 %.
@@ -313,7 +317,7 @@ def _auto(problem: Problem) -> tuple[str, Timeline]:
             found.append((name, ask(replace(problem, effort=max(left, 0.0) / 2), name)))
         except BudgetTooSmall as refusal:
             refusals.append(refusal)
-        except FxrematError as error:  # the chain is too long for this solver
+        except FxrematError as error:  # raised if the chain is too long for this solver
             unable.append(error)
             continue
         if found and (found[-1][1].time <= problem.chain.least_time or _is_optimal(problem, found[-1][0])):
@@ -331,7 +335,7 @@ def _is_optimal(problem: Problem, solver: str) -> bool:
 
 
 def _machine(platform: Platform | None, mem: int) -> Platform:
-    """Return the platform with a memory of `mem` bytes, or of one byte if `mem` is 0."""
+    """Return the platform with a memory of `mem` bytes, but at least one byte."""
     return replace(platform or Platform(), memory=max(mem, 1))
 
 

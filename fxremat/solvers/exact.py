@@ -1,4 +1,4 @@
-"""The fastest schedule of all, by A* over the states of the device: the reference for short chains.
+"""Finds the fastest schedule of a short chain by A* search over what is stored on the device.
 
 a_i is the output of block i, A_i all that its backward reads.
 
@@ -29,35 +29,35 @@ from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.jit import jit
 from fxremat.solvers.sizes import ChainSizes, Floats, Ints, in_bytes
 
-STATES = 5_000_000  # states that are expanded at most; they take about half a GiB
+STATES = 5_000_000  # maximum number of expanded states, which take about half a GiB
 _Array = TypeVar("_Array", Ints, Floats)
-_PHASE_BITS = 5  # bits of a state's code that hold its phase: chains have up to 31 blocks
-_STEPS = 50_000  # states that are expanded between two moments at which an interrupt can be handled
+_PHASE_BITS = 5  # bits of a state's code that store the next backward's index; chains have up to 31 blocks
+_STEPS = 50_000  # number of states expanded between two moments at which an interrupt can be handled
 
 
 class Search(NamedTuple):
-    """The states found so far, a hash table of them by code, and a heap of the states still to be expanded."""
+    """The states found so far, a hash table of their codes, and a heap of the states to be expanded."""
 
-    code: Ints  # of each state, by its place
-    cost: Floats  # the least cost at which each state was reached
-    parent: Ints  # the place of the state before it; -1: none
-    table: Ints  # hash table of places in `code`, plus 1
-    heap_key: Floats  # cost plus the lower bound on what remains
+    code: Ints  # [state]: integer that encodes what is stored in the state
+    cost: Floats  # [state]: lowest cost at which the state was reached
+    parent: Ints  # [state]: index of the preceding state; -1: none
+    table: Ints  # hash table of indices in `code`, plus 1; 0: empty
+    heap_key: Floats  # [heap entry]: cost plus a lower bound on the remaining cost
     heap_cost: Floats
-    heap_state: Ints  # places
-    ends: Ints  # the number of states, the number of heap entries, and the goal's place plus 1
+    heap_state: Ints  # [heap entry]: index of the state
+    ends: Ints  # number of states, number of heap entries, and index of the goal state plus 1
 
 
 class StateMoves(NamedTuple):
-    """Buffers for the moves from one state; the drops come last and cost no time."""
+    """Buffers for the moves from one state to others; moves that drop a value come last and take no time."""
 
-    code: Ints  # of the state that the move leads to
+    code: Ints  # [move]: code of the state that the move leads to
     seconds: Floats
-    need: Ints  # bytes while the move runs
+    need: Ints  # [move]: bytes needed during the move
 
 
 def schedules(chain: Chain, mem: int, *, states: int = STATES) -> list[Schedule]:
-    """Return the fastest schedule that fits in `mem` bytes, alone in a list.
+    """Return a list with the fastest schedule that fits into `mem` bytes.
 
     Args:
         chain: up to about 12 blocks, fewer where they have many options.
@@ -75,13 +75,13 @@ def schedules(chain: Chain, mem: int, *, states: int = STATES) -> list[Schedule]
 
 
 def least(chain: Chain, *, states: int = STATES) -> int:
-    """Return the least peak of any schedule, in bytes. Raises `FxrematError` for a chain that is too long."""
+    """Return the lowest peak of any schedule, in bytes. Raises `FxrematError` if the chain is too long."""
     search = _run(chain, _begin(_start_code(len(chain)), _floor(in_bytes(chain), len(chain))), -1, states)
     return int(search.cost[search.ends[2] - 1])
 
 
 def _floor(sizes: ChainSizes, n: int) -> float:
-    """Return a lower bound on the least peak: for each op that must run, what it needs with its input and a_0."""
+    """Return a lower bound on the peak in bytes: the largest need of any op that must run, inputs included."""
     start, out, floor = sizes.start, sizes.out, 0
     for i in range(1, n + 1):
         options = slice(start[i], start[i + 1])
@@ -107,9 +107,10 @@ def _search(chain: Chain, mem: int, states: int) -> list[Ints] | None:
 
 
 def _run(chain: Chain, search: Search, mem: int, states: int) -> Search:
-    """Advance the search until it has reached its goal, the end of the step, or expanded every state.
+    """Continue the search until it reaches the end of the step, or has expanded every state.
 
-    mem < 0: search for the least peak. Raises `FxrematError` after more than `states` states.
+    mem < 0: search for the lowest peak instead of the least time. Raises `FxrematError` after more than
+    `states` states.
     """
     n, sizes = len(chain), in_bytes(chain)
     if shifts(sizes, n)[-1] > 62:
@@ -126,7 +127,8 @@ def _too_long(n: int) -> str:
 
 
 def _schedule(chain: Chain, path: list[Ints]) -> Schedule:
-    """Return the ops between successive states, with each value dropped right after its last use."""
+    """Return the ops that lead from each state of the path to the next; each value is dropped right after its last use.
+    """
     ops: list[Op] = []
     for before, after in pairwise(path):
         if after[-1] < before[-1]:
@@ -144,7 +146,7 @@ def _schedule(chain: Chain, path: list[Ints]) -> Schedule:
 
 
 def _drop(ops: list[Op], value: Value) -> None:
-    """Drop `value` after the last of `ops` that reads or writes it."""
+    """Drop `value` right after the last op in `ops` that reads or writes it."""
     place = len(ops)
     while True:
         match ops[place - 1]:
@@ -159,7 +161,7 @@ def _drop(ops: list[Op], value: Value) -> None:
 
 @jit
 def shifts(sizes: ChainSizes, n: int) -> Ints:
-    """Return the bit at which each of boundaries 0..n begins in the code of a state, and the number of all bits."""
+    """Return the first bit, in a state's code, of what is stored of each block 0..n, and the number of bits."""
     shift = np.zeros(n + 2, dtype=np.int64)
     shift[0] = _PHASE_BITS
     shift[1] = _PHASE_BITS + 1
@@ -173,7 +175,8 @@ def shifts(sizes: ChainSizes, n: int) -> Ints:
 
 @jit
 def decode(code: int, shift: Ints) -> Ints:
-    """Return what boundaries 0..n hold (0: nothing, 1: a, 2 + option: A), and the phase."""
+    """Decode a state: what is stored of blocks 0..n (0: nothing, 1: output, 2 + option: saved), then the next backward.
+    """
     state = np.zeros(shift.size, dtype=np.int64)
     for i in range(shift.size - 1):
         state[i] = (code >> shift[i]) & ((1 << (shift[i + 1] - shift[i])) - 1)
@@ -182,12 +185,12 @@ def decode(code: int, shift: Ints) -> Ints:
 
 
 def _start_code(n: int) -> int:
-    return (1 << _PHASE_BITS) + n  # boundary 0 holds a_0
+    return (1 << _PHASE_BITS) + n  # at first, only the chain's input is stored
 
 
 @jit
 def _begin(code: int, cost: float) -> Search:
-    """Begin a search with one state, of this code and cost."""
+    """Begin a search with one state."""
     search = Search(
         np.zeros(256, dtype=np.int64),
         np.zeros(256),
@@ -203,7 +206,7 @@ def _begin(code: int, cost: float) -> Search:
 
 @jit
 def advance(search: Search, sizes: ChainSizes, n: int, mem: int) -> Search:
-    """Expand some more states, for the least time within `mem` bytes, or for the least peak if mem < 0."""
+    """Expand up to `_STEPS` states, for the least time within `mem` bytes, or for the lowest peak if mem < 0."""
     shift = shifts(sizes, n)
     most = (n + 1) * 2 + sizes.saved.size
     moves = StateMoves(np.zeros(most, dtype=np.int64), np.zeros(most), np.zeros(most, dtype=np.int64))
@@ -242,13 +245,13 @@ def advance(search: Search, sizes: ChainSizes, n: int, mem: int) -> Search:
 def _try(
     search: Search, sizes: ChainSizes, n: int, code: int, cost: float, shift: Ints, mem: int, parent: int
 ) -> Search:
-    """Add a state to the search as `_meet` does; its key is its cost plus a lower bound on the seconds that remain."""
+    """Add a state to the search, with its cost plus a lower bound on the remaining seconds as its key."""
     return _meet(search, code, cost, cost + _bound(sizes, n, decode(code, shift), mem), parent)
 
 
 @jit
 def _moves(sizes: ChainSizes, n: int, code: int, state: Ints, shift: Ints, moves: StateMoves) -> int:
-    """Write every move from a state but drops to `moves`, with its seconds and bytes; return their number."""
+    """Write the forwards and backwards possible in a state to `moves`, with seconds and bytes; return their number."""
     phase, start, saved, out = sizes.phase, sizes.start, sizes.saved, sizes.out
     k, count = state[-1], 0
     used = phase[k] + (out[0] if state[0] else 0)
@@ -272,7 +275,8 @@ def _moves(sizes: ChainSizes, n: int, code: int, state: Ints, shift: Ints, moves
                     count += 1
     if state[k] >= 2 and state[k - 1]:
         o = start[k] + state[k] - 2
-        consumed = 1 if state[k - 1] == 1 else 0  # a_{k-1} is freed, A_{k-1} stays
+        # the previous block's output is freed, unless it is part of what that block saved
+        consumed = 1 if state[k - 1] == 1 else 0
         after = used - saved[o] - consumed * out[k - 1] + phase[k - 1] - phase[k]
         moves.code[count] = code - 1 - (state[k] << shift[k]) - (consumed << shift[k - 1])
         moves.seconds[count] = sizes.extra[o]
@@ -283,7 +287,7 @@ def _moves(sizes: ChainSizes, n: int, code: int, state: Ints, shift: Ints, moves
 
 @jit
 def _held(sizes: ChainSizes, i: int, holds: int) -> int:
-    """Return the bytes of what boundary i holds: nothing, a_i or A_i under an option."""
+    """Return the bytes of what is stored of block i: nothing, its output, or what it saved under an option."""
     if holds == 0:
         return 0
     return int(sizes.out[i] if holds == 1 else sizes.saved[sizes.start[i] + holds - 2])
@@ -291,7 +295,7 @@ def _held(sizes: ChainSizes, i: int, holds: int) -> int:
 
 @jit
 def _bound(sizes: ChainSizes, n: int, state: Ints, mem: int) -> float:
-    """Return a lower bound on the seconds of recomputation that remain."""
+    """Return a lower bound on the seconds of recomputation that remain from a state."""
     start, k = sizes.start, state[-1]
     if k == 0:
         return 0.0
@@ -299,7 +303,8 @@ def _bound(sizes: ChainSizes, n: int, state: Ints, mem: int) -> float:
     while not state[nearest]:
         nearest -= 1
     left, excess, items = 0.0, 0, 0
-    weight, price = np.zeros(n, dtype=np.int64), np.zeros(n)  # bytes, seconds of each A that may be stored with B_k
+    # bytes and seconds of the saved sets that may be stored during the next backward
+    weight, price = np.zeros(n, dtype=np.int64), np.zeros(n)
     excess = sizes.phase[k] + sizes.out[0] + sizes.back[start[k] : start[k + 1]].min() - mem
     for i in range(1, k + 1):
         seconds = sizes.forward[i] - sizes.forward[i - 1]
@@ -328,7 +333,7 @@ def _bound(sizes: ChainSizes, n: int, state: Ints, mem: int) -> float:
 
 @jit
 def _insert(weight: Ints, price: Floats, items: int, bytes_: int, seconds: float) -> int:
-    """Insert an item into a knapsack's items, sorted by seconds (price) per byte; return the number of items."""
+    """Insert an item into a knapsack's list of items, which is sorted by seconds per byte; return the list's length."""
     place = items
     while place > 0 and price[place - 1] * bytes_ > seconds * weight[place - 1]:
         weight[place], price[place] = weight[place - 1], price[place - 1]
@@ -339,7 +344,7 @@ def _insert(weight: Ints, price: Floats, items: int, bytes_: int, seconds: float
 
 @jit
 def _meet(search: Search, code: int, cost: float, key: float, parent: int) -> Search:
-    """Add a state, reached from `parent`, to the search, unless it was reached before at no more cost."""
+    """Add a state reached from `parent` to the search, unless it was reached before at the same or a lower cost."""
     slot = _slot(search.table, search.code, code)
     place = search.table[slot] - 1
     if place < 0:
@@ -361,7 +366,7 @@ def _meet(search: Search, code: int, cost: float, key: float, parent: int) -> Se
 
 @jit
 def _slot(table: Ints, codes: Ints, code: int) -> int:
-    """Return the place at which the hash table has a code, or would have it."""
+    """Return the index in the hash table at which a code is stored, or would be inserted."""
     slot = (code * 0x9E3779B97F4A7C1 >> 20) & (table.size - 1)
     while table[slot] and codes[table[slot] - 1] != code:
         slot = (slot + 1) & (table.size - 1)
@@ -381,7 +386,7 @@ def _grow(search: Search) -> Search:
 
 @jit
 def _heighten(search: Search) -> Search:
-    """Reallocate the arrays for twice as many heap entries."""
+    """Reallocate the heap for twice as many entries."""
     heap_key, heap_cost = _longer(search.heap_key), _longer(search.heap_cost)
     heap_state = _longer(search.heap_state)
     code, cost, parent, table = search.code, search.cost, search.parent, search.table
@@ -390,7 +395,7 @@ def _heighten(search: Search) -> Search:
 
 @jit
 def _longer(array: _Array) -> _Array:
-    """Return the array made twice as long, with zeros at the end."""
+    """Return an array of twice the length, with zeros at the end."""
     return np.concatenate((array, np.zeros_like(array)))
 
 
@@ -410,7 +415,7 @@ def _push(search: Search, key: float, cost: float, state: int) -> None:
 
 @jit
 def _pop(search: Search) -> tuple[int, float]:
-    """Remove the state with the least key, of equal ones the newest; return it and the cost it was added with."""
+    """Pop the heap entry with the lowest key, among equal keys the newest state; return the state and its cost."""
     keys, costs, states = search.heap_key, search.heap_cost, search.heap_state
     found = states[0], costs[0]
     search.ends[1] -= 1

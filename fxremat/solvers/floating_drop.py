@@ -1,7 +1,7 @@
-"""Checkpointing of a chain where checkpoints float and saved blocks may lose their input: the tightest program.
+"""Checkpointing of a chain by dynamic programming; checkpoints may move, and saved blocks may free their input.
 
-A checkpoint is an a_i, the output of block i, that is stored; it floats if it may be replaced by a later one. A_i is
-all that the backward of block i reads.
+This is the largest class of schedules among the dynamic programs. A checkpoint is a stored a_i, the output of
+block i; it "floats" if a later output may replace it. A_i is all that the backward of block i reads.
 
     cost[s, c, e, m]   least recomputation to run the backwards that bring c down to e, from block s;
                        its input a_{s-1} is stored, not counted in m, and free to go when it is not needed
@@ -42,16 +42,16 @@ from fxremat.solvers.rows import Filled, Rows, guess, lay_out, relax
 from fxremat.solvers.sizes import ChainSizes, Floats, Ints, in_bytes, in_slots
 from fxremat.solvers.table import Table, table_of
 
-_NEVER = 1 << 60  # bytes or slots that nothing fits into
-_MOST_WORK = 3e11  # additions: some minutes
-_MOST_ENTRIES = 1 << 28  # most costs that a table may hold: 8 bytes each, 2 GiB
+_NEVER = 1 << 60  # number of bytes or slots that exceeds any memory
+_MOST_WORK = 3e11  # maximum number of additions to fill a table: some minutes
+_MOST_ENTRIES = 1 << 28  # maximum number of costs in a table: 8 bytes each, 2 GiB
 _KEEP, _MOVE, _LEAVE, _CUT, _LOSE = range(5)
 
 
 def build(chain: Chain, mem: int, slots: int) -> Table:
     """Build the table of costs for every budget up to `mem` bytes.
 
-    Raises `FxrematError` for a chain that is too long.
+    Raises `FxrematError` if the chain is too long.
     """
     n = len(chain)
     if work(chain, slots) > _MOST_WORK:
@@ -83,29 +83,32 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 
 def work(chain: Chain, slots: int) -> float:
-    """Estimate the number of additions that fill a table."""
+    """Estimate the number of additions needed to fill a table."""
     n, options = len(chain), sum(len(block.choices) for block in chain.blocks)
     return slots * n**2 * float(n + options) ** 3 / 60
 
 
 @jit
 def _row(sizes: ChainSizes, n: int, s: int, e: int) -> int:
-    """Return the first index of the rows of cost[s, c, e, .], for all c."""
+    """Return the index of the table row for first block s and end state e.
+
+    All start states share it; they are columns.
+    """
     return s * (n + 1 + sizes.saved.size) + e
 
 
 @jit
 def _block(sizes: ChainSizes, n: int, c: int) -> int:
-    """Return the next backward of state c: c itself, or for c > n, the block of option c - n - 1."""
+    """Return the block whose backward is next in state c: c itself, or for c > n, the block of option c - n - 1."""
     return c if c <= n else int(np.searchsorted(sizes.start, c - n - 1, side="right")) - 1
 
 
 @jit
 def _moves(sizes: ChainSizes, n: int, s: int, c: int, e: int, moves: Ints, costs: Floats) -> int:
-    """Write every move from (s, c, e) to `moves` and `costs`, and return their number.
+    """Write every move from a state (s, c, e) of the recursion to `moves` and `costs`; return their number.
 
-    moves[k] = (kind, block or option, x, memory that it needs to run, row of what follows at once, memory
-    that is not available to that, row of what follows later, its column). costs[k]: seconds of recomputation.
+    moves[k] = (kind, block or option, x, memory needed to run it, row of the subproblem solved first, memory
+    not available to it, row and column of the subproblem solved second). costs[k]: seconds of recomputation.
     """
     saved, start, out, forward = sizes.saved, sizes.start, sizes.out, sizes.forward
     t, rest, width = _block(sizes, n, c), _block(sizes, n, e), n + 1 + sizes.saved.size
@@ -148,14 +151,14 @@ def _moves(sizes: ChainSizes, n: int, s: int, c: int, e: int, moves: Ints, costs
 
 @jit
 def _room(sizes: ChainSizes, n: int) -> tuple[Ints, Floats]:
-    """Allocate buffers for the moves of any state."""
+    """Allocate arrays that are large enough for the moves of the recursion from any state."""
     most = (n + 1) * (n + 2 + sizes.saved.size) + sizes.saved.size + 2
     return np.zeros((most, 8), dtype=np.int64), np.zeros(most)
 
 
 @jit
 def _states(sizes: ChainSizes, n: int, s: int, t: int) -> Ints:
-    """Return all pairs of states (c, e) for which cost[s, c, e, .] exists, where t is the next backward of c."""
+    """Return the pairs (start state c, end state e) in the table for first block s, if backward t is next in c."""
     start = sizes.start
     states = [(t, t)][:0]
     for c in _both(start, n, t):
@@ -168,7 +171,8 @@ def _states(sizes: ChainSizes, n: int, s: int, t: int) -> Ints:
 
 @jit
 def _both(start: Ints, n: int, block: int) -> Ints:
-    """Return the states of the backward pass whose next backward is `block`: nothing saved, or one of its options."""
+    """Return the states in which the backward of `block` is next: with nothing saved, or saved with one of its options.
+    """
     count = start[block + 1] - start[block] if block else 0
     columns = np.full(count + 1, block, dtype=np.int64)
     columns[1:] = n + 1 + start[block] + np.arange(count)
@@ -177,9 +181,9 @@ def _both(start: Ints, n: int, block: int) -> Ints:
 
 @jit
 def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
-    """Return, for each row, the least memory that works and one from which on nothing is recomputed.
+    """Return, for each row of the table, the least memory that works, and the least one without recomputation.
 
-    They are in the unit of `sizes`.
+    Both are in the unit of `sizes`, bytes or slots.
     """
     width = n + 1 + sizes.saved.size
     low = np.full(((n + 2) * width, width), _NEVER, dtype=np.int64)
@@ -187,7 +191,8 @@ def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
     moves, costs = _room(sizes, n)
     low[0, 0] = high[0, 0] = 0
     for t in range(1, n + 1):
-        low[(t + 1) * width + t, t] = high[(t + 1) * width + t, t] = 0  # t is saved, its backward next: nothing to run
+        # block t is saved and its backward is next, so nothing has to run before it
+        low[(t + 1) * width + t, t] = high[(t + 1) * width + t, t] = 0
         for s in range(t, 0, -1):
             for c, e in _states(sizes, n, s, t):
                 least = enough = _NEVER
@@ -205,7 +210,7 @@ def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
 
 @jit
 def _fill(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, slots: int) -> None:
-    """Fill the rows of cost[s, c, e, .] for all c whose next backward is t."""
+    """Fill the table rows of first block s and all start states in which backward t is next."""
     moves, costs = _room(sizes, n)
     for c, e in _states(sizes, n, s, t):
         row = _row(sizes, n, s, e)
@@ -217,12 +222,14 @@ def _fill(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, slots: int) -> 
 
 @jit
 def trace(table: Filled, m: int) -> Ints:
-    """Return the op codes of the schedule behind cost[1, n, 0, m], that of the whole chain, for m bytes."""
+    """Return the op codes of the best schedule of the whole chain within m bytes."""
     sizes, low, n = table.sizes, table.low, table.n
     codes = np.zeros(64, dtype=np.int64)
     moves, costs = _room(sizes, n)
     width = n + 1 + sizes.saved.size
-    todo = [(1, n, 0, m)]  # s = 0: the backward of block c alone
+    # (first block, start state, end state, bytes) still to be emitted; first block 0: only the backward of the
+    # start state
+    todo = [(1, n, 0, m)]
     while todo:
         s, c, e, m = todo.pop()
         if s == 0 or (c > n and s == _block(sizes, n, c)):

@@ -1,4 +1,4 @@
-"""Checkpointing of a chain where a saved block may lose its input, by dynamic programming: the default.
+"""Checkpointing of a chain by dynamic programming, where a saved block may free its input; the default solver.
 
     cost[s, t, m]   as in persistent.py: least recomputation to run backward t..s, input of s not counted in m
     drop[s, j, m]   least recomputation to run backward j..s when A_j is already stored, counted in m, and its input is
@@ -60,7 +60,10 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 @jit
 def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
-    """Return, for each row, the least memory that works, and one from which on all is kept, in the unit of `sizes`."""
+    """Return, for each row of the table, the least memory that works, and the least one without recomputation.
+
+    Both are in the unit of `sizes`, bytes or slots.
+    """
     width = n + 1 + sizes.saved.size
     low = np.zeros((n + 2, width), dtype=np.int64)
     high = np.zeros((n + 2, width), dtype=np.int64)
@@ -95,12 +98,12 @@ def _bound_row(sizes: ChainSizes, low: Ints, high: Ints, n: int, s: int, t: int,
 
 @jit
 def fill_tiles(grid: Grid, distance: int, worker: int, workers: int) -> None:
-    """Fill every `workers`-th of the tiles at this distance from the diagonal."""
+    """Fill every `workers`-th tile (square block of the table) at this distance from the diagonal."""
     sizes, rows, n, slots = grid
     for tile in range(worker, (n - 1) // TILE + 1 - distance, workers):
         s0, t0 = tile * TILE + 1, (tile + distance) * TILE + 1
         s1, t1 = min(s0 + TILE - 1, n), min(t0 + TILE - 1, n)
-        for j in range(s1, t0):  # here the rows of a tile read no other row of it
+        for j in range(s1, t0):  # for these j, rows of a tile depend on no other row of the same tile
             for t in range(t0, t1 + 1):
                 for s in range(s1, s0 - 1, -1):
                     _split(sizes, rows, n, s, t, j, slots)
@@ -115,7 +118,7 @@ def fill_tiles(grid: Grid, distance: int, worker: int, workers: int) -> None:
 
 @jit
 def _keep(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, slots: int) -> None:
-    """Extend the rows of cost[s, t, .] and drop[s, t, .] by the choice to save block s, under any option."""
+    """Lower the costs of running blocks s..t by the choice to save block s, with each of its options."""
     start, saved = sizes.start, sizes.saved
     for d in range(start[t] - 1, start[t + 1] if s < t else start[t]):
         c = t if d < start[t] else n + 1 + d
@@ -128,7 +131,7 @@ def _keep(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, slots: int) -> 
 
 @jit
 def _split(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, j: int, slots: int) -> None:
-    """Extend the rows of (s, t) by running up to j, and storing a_j, or saving block j and dropping its input."""
+    """Lower the costs of running blocks s..t by a checkpoint after block j, or by saving block j without its input."""
     start, saved, forward = sizes.start, sizes.saved, sizes.forward
     for d in range(start[t] - 1, start[t + 1]):
         c = t if d < start[t] else n + 1 + d
@@ -145,20 +148,21 @@ def _split(sizes: ChainSizes, rows: Rows, n: int, s: int, t: int, j: int, slots:
 
 @jit
 def trace(table: Filled, m: int) -> Ints:
-    """Return the op codes of the schedule behind cost[1, n, m], that of the whole chain, for m bytes."""
+    """Return the op codes of the best schedule of the whole chain within m bytes."""
     codes: Ints = trace_row(table, 1, table.n, table.n, m)
     return codes
 
 
 @jit
 def trace_row(table: Filled, s: int, t: int, c: int, m: int) -> Ints:
-    """Return the op codes of the schedule behind cost[s, t, m] (c = t) or drop[s, t, m] (c = n + 1 + option).
+    """Return the op codes of the best schedule that runs backwards t..s within m bytes, from the input of block s.
 
-    m is in bytes.
+    c = t: nothing of block t is saved yet. c = n + 1 + option: block t is already saved with that option, but
+    its input is not stored.
     """
     sizes, n = table.sizes, table.n
     codes = np.zeros(64, dtype=np.int64)
-    todo = [(s, t, c, m)]  # row (s, c) for the backward of t..s; c = 0: the backward of s alone
+    todo = [(s, t, c, m)]  # (s, t, c, bytes) still to be emitted; c = 0: only the backward of s
     while todo:
         s, t, c, m = todo.pop()
         if c == 0 or (c > n and s == t):
@@ -187,7 +191,11 @@ def trace_row(table: Filled, s: int, t: int, c: int, m: int) -> Ints:
 
 @jit
 def _choose(table: Filled, s: int, t: int, c: int, m: int) -> tuple[int, int, int]:
-    """Return the choice that fits in m bytes and is fastest: (option of s, cut, option of j to save); two are -1."""
+    """Return the fastest choice that fits into m bytes: (option to save s, last block before a cut, option to save it).
+
+    If block s is saved, the other two are -1; at a plain checkpoint only the second is set; if a later block is
+    saved without its input, only the third is.
+    """
     sizes, low, n = table.sizes, table.low, table.n
     saved, start, forward = sizes.saved, sizes.start, sizes.forward
     held = sizes.phase[t] + (saved[c - n - 1] if c > n else 0)

@@ -1,11 +1,11 @@
-"""Keep everything: Fall1 .. Falln Bn .. B1, each block with its fastest option. Nothing is faster."""
+"""Saves everything and recomputes nothing: all forwards, then all backwards, each block with its fastest option."""
 
 from fxremat.chains.chain import Block, Chain
 from fxremat.chains.schedule import Backward, Forward, Keep, Schedule
 
 
 def schedules(chain: Chain) -> list[Schedule]:
-    """Return the only schedule of this solver, in a list."""
+    """Return a list with the only schedule of this solver, which saves everything."""
     forwards = [
         Forward(number, Keep.ALL, fastest(block)) for number, block in enumerate(chain.blocks, start=1)
     ]
@@ -13,6 +13,7 @@ def schedules(chain: Chain) -> list[Schedule]:
 
 
 def fastest(block: Block) -> int:
-    """Return the number of the option with the fastest backward; of equally fast ones, the one that saves least."""
+    """Return the index of the option with the fastest backward; among equally fast ones, of the one that saves least.
+    """
     options = enumerate(block.choices)
     return min(options, key=lambda entry: (entry[1].backward_time, entry[1].saved_bytes))[0]

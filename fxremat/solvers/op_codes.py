@@ -1,4 +1,4 @@
-"""Operations as integers, so that compiled code can write a schedule; `decode` turns them into ops.
+"""Encodes ops of a schedule as integers, so that compiled code can write them; `decode` turns them into ops.
 
 A code is 8 * number + kind, where the number is a block, or for SAVE an option counted over the whole chain. They are
 stored in an array whose first entry is the number of codes that follow.
@@ -16,7 +16,7 @@ NONE, CHECKPOINT, SAVE, BACKWARD, DROP = range(5)
 
 @jit
 def emit(codes: Ints, kind: int, number: int) -> Ints:
-    """Append one op to the codes, in place if they have room, and return them."""
+    """Append one op to the array of codes, which is reallocated if it is full; return the array."""
     count = codes[0] + 1
     if count == codes.size:
         longer = np.zeros(2 * codes.size, dtype=np.int64)
@@ -30,14 +30,14 @@ def emit(codes: Ints, kind: int, number: int) -> Ints:
 
 @jit
 def emit_pass(codes: Ints, s: int, j: int) -> Ints:
-    """Append the forwards of blocks s..j, which keep the input of s and store a_j; return the codes."""
+    """Append the forwards of blocks s..j, which keep the input of s and store the output of j; return the array."""
     for block in range(s, j + 1):
         codes = emit(codes, CHECKPOINT if block == s else NONE, block)
     return codes
 
 
 def decode(chain: Chain, codes: Ints) -> Schedule:
-    """Return the schedule that the codes of ops stand for."""
+    """Return the schedule that an array of codes stands for."""
     saves = [
         Forward(number, Keep.ALL, option)
         for number, block in enumerate(chain.blocks, start=1)

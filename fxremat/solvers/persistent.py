@@ -1,4 +1,4 @@
-"""Optimal persistent checkpointing of a chain, by dynamic programming.
+"""Optimal checkpointing of a chain if stored values stay stored until their backward, by dynamic programming.
 
     cost[s, t, m]   least time spent recomputing to run backward t..s from block s with memory m;
                     the input of s is stored and not counted in m, the gradient of a_t is held
@@ -57,7 +57,9 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 @jit
 def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
-    """Return, for each (s, t), the least memory that works, and one from which on all is kept, in the unit of `sizes`.
+    """Return, for each pair of blocks s and t, the least memory to run s..t, and the least one without recomputation.
+
+    Both are in the unit of `sizes`, bytes or slots.
     """
     phase, out, start = sizes.phase, sizes.out, sizes.start
     low = np.zeros((n + 2, n + 1), dtype=np.int64)
@@ -78,12 +80,12 @@ def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
 
 @jit
 def _fill_tiles(grid: Grid, distance: int, worker: int, workers: int) -> None:
-    """Fill every `workers`-th of the tiles at this distance from the diagonal."""
+    """Fill every `workers`-th tile (square block of the table) at this distance from the diagonal."""
     sizes, rows, n = grid.sizes, grid.rows, grid.n
     for tile in range(worker, (n - 1) // TILE + 1 - distance, workers):
         s0, t0 = tile * TILE + 1, (tile + distance) * TILE + 1
         s1, t1 = min(s0 + TILE - 1, n), min(t0 + TILE - 1, n)
-        for j in range(s1, t0):  # here the rows of a tile read no other row of it
+        for j in range(s1, t0):  # for these j, rows of a tile depend on no other row of the same tile
             for t in range(t0, t1 + 1):
                 for s in range(s1, s0 - 1, -1):
                     _cut(grid, s, t, j)
@@ -101,7 +103,7 @@ def _fill_tiles(grid: Grid, distance: int, worker: int, workers: int) -> None:
 
 @jit
 def _cut(grid: Grid, s: int, t: int, j: int) -> None:
-    """Extend the row of cost[s, t, .] by running up to block j and storing its output a_j."""
+    """Lower the costs of running blocks s..t by the choice to store a checkpoint after block j."""
     sizes, rows = grid.sizes, grid.rows
     if rows.low[s, t] <= grid.slots:
         again = sizes.forward[j] - sizes.forward[s - 1]
@@ -110,11 +112,11 @@ def _cut(grid: Grid, s: int, t: int, j: int) -> None:
 
 @jit
 def trace(table: Filled, m: int) -> Ints:
-    """Return the op codes of the schedule behind cost[1, n, m], that of the whole chain, for m bytes."""
+    """Return the op codes of the best schedule of the whole chain within m bytes."""
     sizes, low = table.sizes, table.low
     phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
     codes = np.zeros(64, dtype=np.int64)
-    todo = [(1, table.n, m)]  # t = 0: the backward of s
+    todo = [(1, table.n, m)]  # (s, t, bytes) still to be emitted; t = 0: only the backward of s
     while todo:
         s, t, m = todo.pop()
         if t == 0:

@@ -1,4 +1,4 @@
-"""The solvers by name: how each of them is called, an estimate of its seconds, and which ones "auto" chooses from.
+"""The solvers by name: how each is called, estimates of their seconds, and which ones "auto" chooses from.
 
 A solver gets a `Problem` and proposes schedules. Its `judge` is `simulate` for that machine and budget, for the solvers
 that improve a schedule step by step; a schedule that does not fit raises `InvalidSchedule` there.
@@ -31,32 +31,32 @@ from fxremat.solvers import (
 from fxremat.solvers.offload import autocapper, local_search, pofo
 from fxremat.solvers.table import Build, grain
 
-DEFAULT = "input_drop"  # the default chain solver, from which others start
-_ROUNDS = 4  # bisections of the nominal budget
-_QUICK = 5e9  # a table with more work is built only once
-_SPEED = 1e9  # additions per second, about
-_MOST_TRIES = 3000  # steps of a local search, after which it finds little
-_STEP = 25e-6  # seconds for each op of a schedule in a step of the local search, about
+DEFAULT = "input_drop"  # the default chain solver, from whose schedules other solvers start
+_ROUNDS = 4  # number of bisections of the budget that tables are built for
+_QUICK = 5e9  # a table that takes more additions is built only once
+_SPEED = 1e9  # approximate additions that a solver does in a second, to estimate how long it runs
+_MOST_TRIES = 3000  # maximum steps of a local search; more find little
+_STEP = 25e-6  # approximate seconds of one step of the local search, per op of the schedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A chain, a machine and the limits on memory and effort."""
+    """A chain, a machine, and the limits on memory and effort."""
 
     chain: Chain
-    mem: int  # bytes
-    platform: Platform  # with a memory of `mem` bytes
-    slots: int  # steps of memory in a table
+    mem: int  # budget in bytes
+    platform: Platform  # the machine, with a memory of `mem` bytes
+    slots: int  # number of memory levels in a table
     judge: Callable[[Schedule], Timeline]  # simulates a schedule; raises `InvalidSchedule` if it does not fit
-    effort: float  # seconds, for solvers that can continue for any time
+    effort: float  # seconds for solvers that can run for any time
 
     @property
     def room(self) -> int:
-        """The bytes of `mem`, but at least one: sizes are divided by it."""
+        """The bytes of `mem`, but at least 1, since sizes are divided by it."""
         return max(1, self.mem)
 
     def fits(self, schedule: Schedule) -> bool:
-        """Tell whether `schedule` runs within the memory of the machine."""
+        """Tell whether `schedule` runs within `mem` bytes."""
         try:
             return self.judge(schedule).peak <= self.mem
         except InvalidSchedule:
@@ -67,10 +67,10 @@ class Problem:
 class Solver:
     """A solver: the function that proposes schedules, and an estimate of its seconds."""
 
-    propose: Callable[[Problem], list[Schedule]]  # raises BudgetTooSmall
-    seconds: Callable[[Problem], float]  # about how long that runs; infinite where it does not apply
-    transfers: bool = False  # needs a link to the host
-    patient: bool = False  # uses all the effort it is given
+    propose: Callable[[Problem], list[Schedule]]  # raises `BudgetTooSmall` if nothing fits
+    seconds: Callable[[Problem], float]  # estimated seconds of `propose`; infinite if the solver does not apply
+    transfers: bool = False  # True if the solver needs a link to the host
+    patient: bool = False  # True if the solver uses all the effort (seconds) it is given
 
 
 def _listed(schedules: Callable[[Chain], list[Schedule]]) -> Solver:
@@ -97,14 +97,15 @@ def _rounds(problem: Problem) -> int:
 
 
 def by_table(build: Build, problem: Problem) -> list[Schedule]:
-    """Return the fastest schedule that a table of this kind can have, if it fits; else schedules read off the table."""
+    """Return the fastest schedule that this kind of table can have if it fits; else schedules read off a table."""
     chain = problem.chain
     fastest = every_checkpoint(chain) if build is TABLES["revolve"] else keep_all.schedules(chain)[0]
     return [fastest] if problem.fits(fastest) else _read_off(build, problem)
 
 
 def every_checkpoint(chain: Chain) -> Schedule:
-    """Return the fastest schedule of revolve: it keeps every block's input, and reruns every block but the last."""
+    """Return the fastest schedule of the solver revolve: all block inputs are kept, and all blocks but the last rerun.
+    """
     ops: list[Op] = [Forward(number, Keep.CHECKPOINT) for number in range(1, len(chain))]
     for number in range(len(chain), 0, -1):
         option = keep_all.fastest(chain.blocks[number - 1])
@@ -113,10 +114,10 @@ def every_checkpoint(chain: Chain) -> Schedule:
 
 
 def _read_off(build: Build, problem: Problem) -> list[Schedule]:
-    """Read schedules off a table, or off several if sizes had to be rounded: their slots may be too large."""
+    """Return schedules read off a table, or off several tables if rounding to slots made sizes too large."""
     chain, mem, slots = problem.chain, problem.mem, problem.slots
     unit = grain(chain)
-    if mem // unit <= slots:  # every size is an integer number of slots: nothing is rounded
+    if mem // unit <= slots:  # every size is a whole number of slots: nothing is rounded
         steps = max(1, mem // unit)
         return [build(chain, steps * unit, steps).schedule(mem)]
     found = [build(chain, mem, slots).schedule(mem)]
@@ -126,14 +127,14 @@ def _read_off(build: Build, problem: Problem) -> list[Schedule]:
         table = build(chain, int(mem * nominal), slots)
         found.append(table.schedule(mem, full=mem))
         if problem.judge(found[-1]).time <= (chain.least_time + table.curve[-1]) * (1 + 1e-9):
-            sound = nominal  # the result is as fast as the table says although its slots are too large
+            sound = nominal  # the schedule is as fast as the table says, even though its slots are too large
         else:
             hopeful = nominal
     return found
 
 
 def _reference(module: str) -> Any:
-    """Import a module of published solvers, when one of them is asked for."""
+    """Import a module of published solvers when one of them is used."""
     return import_module(f"fxremat.solvers.references.{module}")
 
 
@@ -149,12 +150,13 @@ TABLES: Mapping[str, Build] = MappingProxyType(
         "floating_drop": floating_drop.build,
     }
 )
-_WORK = {"floating": floating_drop.work, "floating_drop": floating_drop.work}  # all other tables take `_cubic` work
-POFO_SLOTS = 50  # slots of pofo at most: its table has two dimensions more than the others
+# estimates of the additions for these tables; all others take `_cubic`
+_WORK = {"floating": floating_drop.work, "floating_drop": floating_drop.work}
+POFO_SLOTS = 50  # maximum slots of the solver pofo, whose table has two dimensions more than the others
 
 
 def capped(build: Build, problem: Problem) -> list[Schedule]:
-    """Return the proposals of autocapper, which offloads from schedules of a table, and the table's own schedules."""
+    """Return the schedules of a dynamic program, as they are and with activations offloaded by autocapper."""
     chain = problem.chain
     most = max(1, simulate(chain, keep_all.schedules(chain)[0]).peak)
     table = build(chain, most, problem.slots)
@@ -165,18 +167,22 @@ def capped(build: Build, problem: Problem) -> list[Schedule]:
 
 
 def _offloaded(problem: Problem, schedules: Callable[[], list[Schedule]]) -> list[Schedule]:
-    """Return the proposals of a solver that only offloads; without a link to the host, the schedule of keep-all."""
+    """Return the schedules of a solver that only offloads; without a link to the host, the one without recomputation.
+    """
     return schedules() if problem.platform.linked else keep_all.schedules(problem.chain)
 
 
 def search(problem: Problem, start: Schedule) -> Schedule:
-    """Run the local search from a schedule that fits, for as many steps as the effort allows on a machine like ours."""
+    """Run the local search from a schedule that fits.
+
+    The number of steps is what `effort` allows on a typical machine.
+    """
     tries = min(int(problem.effort / _STEP / max(1, len(start.ops))), _MOST_TRIES)
     return local_search.improve(problem.chain, start, problem.mem, problem.judge, tries=tries)
 
 
 def _searched(problem: Problem) -> list[Schedule]:
-    """Run autocapper, then the local search from the fastest schedule that fits."""
+    """Return the schedules of autocapper, and the result of a local search from the fastest one that fits."""
     proposed = capped(TABLES[DEFAULT], problem)
     fitting = [schedule for schedule in proposed if problem.fits(schedule)]
     if fitting:
@@ -263,7 +269,7 @@ CHOSEN = (
 
 
 class JoinSolver(Protocol):
-    """A function that returns the best schedule of a join, simulated, in about `effort` seconds if it can.
+    """A function that returns the simulated best schedule of a join, in about `effort` seconds if possible.
 
     Raises `BudgetTooSmall`.
     """
@@ -272,7 +278,7 @@ class JoinSolver(Protocol):
 
 
 def all_of_join(join: Join, mem: int, slots: int, *, effort: float = math.inf) -> JoinTimeline:
-    """Return the simulated schedule that keeps everything in all branches and recomputes nothing.
+    """Return the simulation of the schedule of a join that saves everything and recomputes nothing.
 
     Raises `BudgetTooSmall` if it needs more than `mem` bytes.
     """
@@ -291,7 +297,7 @@ def all_of_join(join: Join, mem: int, slots: int, *, effort: float = math.inf) -
 
 
 def _canonical(join: Join, mem: int, slots: int, *, effort: float = math.inf) -> JoinTimeline:
-    """Solve by the canonical form without regard to effort: its table is small, or too large to be tried."""
+    """Solve a join by the canonical form; effort is ignored, since its table is small, or too large to be tried."""
     return joins.best_canonical(join, mem, slots)
 
 

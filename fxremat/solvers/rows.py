@@ -1,4 +1,4 @@
-"""Rows of a cost table over memory, stored only where they change, and the step that all recursions share.
+"""Rows of a table of costs by memory, stored only where they change, and the operation that all recursions share.
 
 A row is the least time spent recomputing, as a function of the memory m, for one subproblem:
 
@@ -19,11 +19,11 @@ from fxremat.jit import jit
 from fxremat.solvers.sizes import ChainSizes, Floats, Ints
 from fxremat.units import format_bytes
 
-MOST_BYTES = 16 << 30  # that a table may take
+MOST_BYTES = 16 << 30  # maximum bytes of a table
 
 
 class Rows(NamedTuple):
-    """All rows of a cost table in one array: row (i, j) is cost[at[i, j] : at[i, j] + high[i, j] - low[i, j]]."""
+    """All rows of a table of costs in one array: row (i, j) is cost[at[i, j] : at[i, j] + high[i, j] - low[i, j]]."""
 
     low: Ints
     high: Ints
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A table that is being filled, all in slots."""
+    """A table that is being filled; all memory is in slots."""
 
     sizes: ChainSizes
     rows: Rows
@@ -41,18 +41,18 @@ class Grid(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A filled table, from which schedules are read in bytes."""
+    """A filled table, and what is needed to read schedules off it with memory in bytes."""
 
-    sizes: ChainSizes  # in bytes
+    sizes: ChainSizes  # sizes of the chain in bytes
     low: Ints  # [i, j]: the least memory of row (i, j), in bytes
-    rows: Rows  # in slots
+    rows: Rows  # costs of each row; memory in slots
     n: int  # number of blocks
     slots: int
-    full: int  # bytes that the slots stand for
+    full: int  # bytes that all slots together stand for
 
 
 def lay_out(low: Ints, high: Ints, slots: int) -> Rows:
-    """Allocate every row, cut off above `slots`, all infinite.
+    """Allocate all rows, cut off above `slots`, with infinite costs.
 
     Raises `FxrematError` if the table would be too large.
     """
@@ -61,7 +61,7 @@ def lay_out(low: Ints, high: Ints, slots: int) -> Rows:
         raise FxrematError(
             f"a table of {slots} slots takes {format_bytes(total * 8)} here; {_fewer(slots, total)} slots would do"
         )
-    # made here: compiled code that makes a named tuple crashes if Ctrl-C comes while it does
+    # not in compiled code, which crashes if Ctrl-C comes while it makes a named tuple
     return Rows(low, high, at, np.full(total, np.inf))
 
 
@@ -71,7 +71,7 @@ def _fewer(slots: int, total: int) -> int:
 
 @jit
 def _places(low: Ints, high: Ints, slots: int) -> tuple[Ints, int]:
-    """Return the offset of each row in one array, and the array's length; cut `high` off above `slots`, in place."""
+    """Return the offset of each row in one array, and the array's length; `high` is limited to `slots` + 1 in place."""
     at = np.zeros(low.shape, dtype=np.int64)
     total = 0
     for i in range(low.shape[0]):
@@ -85,13 +85,13 @@ def _places(low: Ints, high: Ints, slots: int) -> tuple[Ints, int]:
 
 @jit
 def least(x: float, y: float) -> float:
-    """Return min(x, y) in the form that compiles to one vector instruction."""
+    """Return min(x, y), in the form that compiles to one vector instruction."""
     return y if y < x else x  # noqa: FURB136
 
 
 @jit
 def value(rows: Rows, i: int, j: int, m: int) -> float:
-    """Return the cost of row (i, j) at memory m."""
+    """Return the seconds of row (i, j) with memory m."""
     if m < rows.low[i, j]:
         return np.inf
     if m >= rows.high[i, j]:
@@ -113,15 +113,15 @@ def guess(table: Filled, i: int, j: int, m: int) -> float:
 def relax(
     rows: Rows, i: int, j: int, need: int, base: float, left: int, shift: int, right: int, column: int
 ) -> None:
-    """Set row(i, j)(m) to base + row(left, j)(m - shift) + row(right, column)(m) if that is less, for every m >= need.
+    """Lower row(i, j)(m) to base + row(left, j)(m - shift) + row(right, column)(m), for all memories m >= need.
 
-    Rows never increase: from the first m where this one is no more than `base`, it cannot improve.
+    Rows never increase with m: from the first m at which this row is at most `base`, it cannot improve.
     """
     low, cost = rows.low[i, j], rows.cost
     left_low, right_low = rows.low[left, j] + shift, rows.low[right, column]
     left_high, right_high = rows.high[left, j] + shift, rows.high[right, column]
     x, y = rows.at[left, j] - left_low, rows.at[right, column] - right_low
-    out = rows.at[i, j] - low  # cost[out + m] is the entry of m
+    out = rows.at[i, j] - low  # cost[out + m] is the entry of this row for memory m
     begin, end = max(low, need, left_low, right_low), rows.high[i, j]
     if begin >= end or cost[out + begin] <= base:
         return

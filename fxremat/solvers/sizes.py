@@ -1,4 +1,4 @@
-"""A chain as arrays of integer units, bytes or slots: all that a dynamic program needs of memory and time.
+"""A chain as integer arrays in bytes or slots: all that the dynamic programs need of memory and time.
 
     phase[t]          held in any case while d_t is the stored gradient
     out[l]            a_l
@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class ChainSizes(NamedTuple):
-    """The arrays of the module's docstring; each is indexed by block number (0..n) or option number."""
+    """The arrays described in the module's docstring; each is indexed by block (0..n) or by option of all blocks."""
 
     phase: Ints
     out: Ints
@@ -48,20 +48,21 @@ def in_slots(chain: Chain, mem: int, slots: int) -> ChainSizes:
     """Return the sizes in slots of mem / slots bytes each, rounded up; with slots == mem, exactly in bytes."""
 
     def units(sizes: list[int]) -> Ints:
-        limit = 2 * slots + 2  # sizes that do not fit are capped, so that sums stay small
+        limit = 2 * slots + 2  # sizes that cannot fit are capped, so that sums do not overflow
         return np.array([min(-(-size * slots // mem), limit) for size in sizes], dtype=np.int64)
 
     return _arrays(chain, units)
 
 
 def in_bytes(chain: Chain) -> ChainSizes:
-    """Return the sizes in bytes."""
+    """Return the sizes of a chain in bytes."""
     return _arrays(chain, lambda sizes: np.array(sizes, dtype=np.int64))
 
 
 def _arrays(chain: Chain, units: Callable[[list[int]], Ints]) -> ChainSizes:
     out, grad, phase = chain.output_sizes, chain.grad_sizes, chain.phase_sizes
-    # d_0 and every weight gradient are stored when B_1 ends: they count like scratch of B_1
+    # the gradients of the input and of all weights are stored when the first block's backward ends, so they
+    # count as its scratch
     end = phase[0] - phase[1] - out[0]
     blocks = list(enumerate(chain.blocks, start=1))
     options = [(number, block, option) for number, block in blocks for option in block.choices]
@@ -88,7 +89,7 @@ def _arrays(chain: Chain, units: Callable[[list[int]], Ints]) -> ChainSizes:
 
 
 def _passes(first: Ints, later: Ints) -> Ints:
-    """Return run[s, j] from what a block's forward needs as the first of a pass, and what it needs as a later one."""
+    """Return run[s, j], the need of forwards s..j, given each block's need as the first forward and as a later one."""
     run = np.broadcast_to(later, (first.size, first.size)).copy()
     run[np.diag_indices_from(run)] = first
     return np.maximum.accumulate(np.triu(run), axis=1)

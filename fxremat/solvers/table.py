@@ -1,4 +1,4 @@
-"""A solved table, and how schedules are read off it for budgets: all dynamic programs over memory share it."""
+"""A solved table of a dynamic program over memory, and how schedules are read off it for different budgets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,29 +17,30 @@ from fxremat.solvers.sizes import Floats, Ints
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Costs of a chain for every budget up to `mem` bytes, in `slots` steps."""
+    """Least recomputation time of a chain for every budget up to `mem` bytes, which are divided into `slots` levels."""
 
     chain: Chain
     mem: int
     slots: int
-    least: int  # bytes: with less nothing fits, whatever the slots
-    enough: int  # bytes: from here on everything is kept
-    curve: Floats  # curve[k]: seconds of recomputation within k slots, infinite where nothing fits
-    trace: Callable[[int, int], Ints]  # (bytes beyond the input, bytes that `slots` stand for) -> op codes
+    least: int  # smallest budget in bytes with a schedule, whatever the number of slots
+    enough: int  # smallest budget in bytes with which nothing is recomputed
+    curve: Floats  # [k]: seconds of recomputation within k slots; infinite if nothing fits
+    # (bytes beside the chain's input, bytes that all slots stand for) -> op codes of the schedule
+    trace: Callable[[int, int], Ints]
 
     def schedule(self, budget: int, *, full: int | None = None) -> Schedule:
-        """Return a schedule that fits in `budget` bytes, the fastest of the table.
+        """Return the fastest schedule in the table that fits into `budget` bytes.
 
-        With full = mem, the default, it is at least as fast as `curve` says. With less, the table's slots count as
-        smaller than they were when sizes were rounded up to them: that makes up for the rounding, and the schedule
-        still fits.
+        With full = mem, the default, it is at least as fast as `curve` says. With less, each slot counts as
+        fewer bytes than when sizes were rounded up to slots: that compensates for the rounding, and the
+        schedule still fits.
         """
         if budget < self.least:
             raise BudgetTooSmall(minimum=self.least, budget=budget)
         return decode(self.chain, self.trace(budget - self.chain.input_bytes, full or self.mem))
 
     def frontier(self, count: int) -> list[Schedule]:
-        """Return at most `count` schedules, from the fastest down to the one with the least memory."""
+        """Return at most `count` schedules, from the fastest to the one with the lowest memory."""
         if self.mem < self.least:
             raise BudgetTooSmall(minimum=self.least, budget=self.mem)
         steps = [k for k in range(1, self.slots + 1) if self.curve[k] < self.curve[k - 1]]
@@ -49,7 +50,7 @@ class Table:
         return list(dict.fromkeys([*schedules, self.schedule(self.least)]))[:count]
 
     def spread(self, apart: float, above: int = 0) -> list[Schedule]:
-        """Return schedules for budgets from `mem` down to the least, each `apart` times the next.
+        """Return schedules for budgets from `mem` down to the least one, each budget `apart` times the next.
 
         Budgets of `above` bytes or less are left out.
         """
@@ -57,7 +58,7 @@ class Table:
         while budget > max(self.least, above):
             slot = int(budget) * self.slots // self.mem
             while slot and self.curve[slot] == self.curve[slot - 1]:
-                slot -= 1  # the least budget of the same time
+                slot -= 1  # find the least budget whose best schedule takes the same time
             budgets.append(max(self.least, slot * self.mem // self.slots))
             budget = min(budget, budgets[-1]) / apart
         if self.least > above:
@@ -77,10 +78,10 @@ def table_of(
     trace: Callable[[int, int], Ints],
     always: float = 0.0,
 ) -> Table:
-    """Return the table that consists of filled rows; `whole` is the row of the whole chain.
+    """Return a table made of filled rows; `whole` is the index of the row of the whole chain.
 
-    `low` is the least memory of each row, `high` one from which on all is kept, both in bytes; `always` is the number
-    of seconds that any schedule of the table recomputes.
+    `low` is the least memory of each row, `high` the least memory without recomputation, both in bytes.
+    `always` is the number of seconds that every schedule of the table recomputes.
     """
     beyond = -(-chain.input_bytes * slots // mem)  # slots of the chain's input
     return Table(
@@ -95,13 +96,13 @@ def table_of(
 
 
 class Build(Protocol):
-    """Builder of a solver's table for one chain, budget and resolution."""
+    """A function that builds a solver's table for a chain, a budget in bytes, and a number of slots."""
 
     def __call__(self, chain: Chain, mem: int, slots: int) -> Table: ...
 
 
 def grain(chain: Chain) -> int:
-    """Return the largest unit in bytes of which every size of the chain is an integer multiple."""
+    """Return the largest unit in bytes of which every size of the chain is a whole multiple."""
     sizes = [chain.input_bytes, *chain.grad_sizes, *chain.phase_sizes, *chain.output_sizes]
     for block in chain.blocks:
         sizes.append(block.forward_scratch)

@@ -1,8 +1,8 @@
-"""The order in which a table over intervals (s, t) is filled: tiles by distance from the diagonal.
+"""Fills a table over intervals of blocks (s, t) tile by tile, with several threads.
 
-A row of (s, t) needs the rows of the intervals within it. Rows in one tile of (s, t) read nearly the same others, which
-stay in the cache; a tile needs those between it and the diagonal, so the tiles of one distance are independent and are
-filled by several threads.
+A row of (s, t) depends on the rows of the intervals within it. Rows in one tile of (s, t) read nearly the same
+other rows, which stay in the cache. A tile depends only on tiles nearer to the diagonal, so the tiles at one
+distance from it are independent, and are filled by several threads.
 """
 
 import os
@@ -11,14 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fxremat.progress import progress
 
-TILE = 8  # blocks on each side of a tile
-_FEW = 64  # below so many blocks, threads cost more than they save
+TILE = 8  # side length of a tile in blocks
+_FEW = 64  # number of blocks below which threads cost more time than they save
 
 
 def fill_tiles_by_diagonal(n: int, what: str, fill: Callable[[int, int, int], None]) -> None:
-    """Call fill(distance, worker, workers), which fills every `workers`-th tile, for all distances in turn.
+    """Call fill(distance, worker, workers) for increasing distances from the diagonal, on several threads.
 
-    `what` names the progress bar. `fill` is compiled code that releases the interpreter lock.
+    A call fills every `workers`-th tile at the distance. `what` names the progress bar. `fill` is compiled code
+    that releases the interpreter lock.
     """
     workers = min(len(os.sched_getaffinity(0)), 4) if hasattr(os, "sched_getaffinity") and n > _FEW else 1
     with ThreadPoolExecutor(workers) as pool:

@@ -1,4 +1,4 @@
-"""A lower bound on the time of any schedule, by linear programming.
+"""A lower bound on the time of any schedule of a chain, by linear programming.
 
 The LP looks at a few instants of the step only, just before some backwards k_1 > k_2 > ... > k_p: some evenly spaced,
 some that need the most memory. Between two instants lies a window. The variables are fractions from 0 to 1 of what a
@@ -34,7 +34,8 @@ from fxremat.chains.platform import Platform
 def lower_bound(chain: Chain, mem: int, platform: Platform | None = None, *, instants: int = 16) -> float:
     """Return seconds that no schedule within `mem` bytes beats; at least `chain.least_time`.
 
-    They are infinite if the LP proves that no schedule fits in `mem`. `instants`: how many instants it looks at, about.
+    The result is infinite if the linear program proves that no schedule fits into `mem`. `instants`: the
+    approximate number of moments at which the program limits memory.
     """
     crossing = _crossing(platform)
     n = len(chain)
@@ -54,17 +55,17 @@ def _need(chain: Chain, block: int) -> int:
 
 
 def _crossing(platform: Platform | None) -> float | None:
-    """Return the seconds to copy a byte to the host and back; None if there is no link."""
+    """Return the seconds to copy a byte to the host and back; None without a link to the host."""
     if platform is None or not platform.to_host or not platform.from_host:
         return None
     return 1 / platform.to_host + 1 / platform.from_host
 
 
-_Term = tuple[float, tuple[str | int, ...]]  # a factor and a variable
+_Term = tuple[float, tuple[str | int, ...]]  # (factor, variable)
 
 
 class _Program:
-    """The rows of the linear program; a variable is a tuple, made when it first occurs."""
+    """Builds the rows of the linear program; a variable is a tuple, and gets a column when it first occurs."""
 
     def __init__(self, chain: Chain, mem: int, marks: list[int], crossing: float | None) -> None:
         self.chain, self.mem, self.marks, self.crossing = chain, mem, marks, crossing
@@ -73,7 +74,7 @@ class _Program:
         self.limits: list[float] = []
 
     def least(self) -> float:
-        """Return the bound in seconds."""
+        """Return the lower bound in seconds."""
         for window in range(1, len(self.marks) + 2):
             for block in range(1, self._last(window) + 1):
                 self._forward(block, window)
@@ -85,21 +86,24 @@ class _Program:
         return self._solve()
 
     def _last(self, window: int) -> int:
-        """Return the last block whose values window `window` may still need."""
+        """Return the last block whose values may still be needed in a window (the time between two moments)."""
         return len(self.chain) if window == 1 else self.marks[window - 2]
 
     def _options(self, block: int) -> range:
         return range(len(self.chain.blocks[block - 1].choices)) if block else range(0)
 
     def _at_most(self, limit: float, *terms: _Term) -> None:
-        """Add the row  sum of terms <= limit."""
+        """Add the row sum of terms <= limit."""
         for factor, variable in terms:
             column = self.columns.setdefault(variable, len(self.columns))
             self.entries.append((len(self.limits), column, factor))
         self.limits.append(limit)
 
     def _before(self, kind: str, block: int, window: int, option: int = 0) -> list[_Term]:
-        """Return LP terms, negated, of what makes a value available when a window begins; [] for the first window."""
+        """Return negated terms of all that makes a value available when a window begins; [] for the first window.
+
+        A window is the time between two moments at which memory is limited.
+        """
         if window == 1:
             return []
         there: list[_Term] = [(-1.0, (kind, block, window - 1, option))]
@@ -108,7 +112,10 @@ class _Program:
         return there
 
     def _forward(self, block: int, window: int) -> None:
-        """Add the rows of forward `block` in a window, and of what it may leave at the window's end."""
+        """Add the rows of the forward of `block` in a window, and of what it may leave stored at the window's end.
+
+        A window is the time between two moments at which memory is limited.
+        """
         run: _Term = (1.0, ("run", block, window))
         saves: list[_Term] = [(1.0, ("save", block, window, o)) for o in self._options(block)]
         if block > 1:
@@ -134,7 +141,7 @@ class _Program:
         return [(-1.0, (kind, block, window - 1, option))] if window > 1 else []
 
     def _memory(self, instant: int) -> None:
-        """Bound all that is stored just before a backward, and what the backward itself needs."""
+        """Limit what is stored just before a backward, together with what the backward itself needs."""
         chain, k = self.chain, self.marks[instant - 1]
         terms: list[_Term] = []
         for block in range(1, k + 1):
@@ -144,7 +151,7 @@ class _Program:
             terms.append((float(chain.output_sizes[block]), ("a", block, instant, 0)))
         held = chain.phase_sizes[k] + chain.grad_sizes[k - 1]
         if self.crossing is None:
-            held += chain.input_bytes  # B_1 reads it in the end, and nothing brings it back
+            held += chain.input_bytes  # the first block's backward reads it in the end, and nothing brings it back
         self._at_most(float(self.mem - held), *terms)
         self._at_most(-1.0, *[(-1.0, ("A", k, instant, o)) for o in self._options(k)])
         if k > 1:
@@ -152,12 +159,14 @@ class _Program:
             self._at_most(-1.0, (-1.0, ("a", k - 1, instant, 0)), *inputs)
 
     def _backward(self, block: int) -> None:
-        """Add the rows by which a backward reads one option, stored when its window began, or saved within it."""
+        """Add the rows by which a backward reads one option: stored when its window began, or saved within the window.
+        """
         window = 1 + sum(k >= block for k in self.marks)
         uses: list[_Term] = [(-1.0, ("use", block, o)) for o in self._options(block)]
         self._at_most(-1.0, *uses)
         for o, (_, use) in enumerate(uses):
-            if block in self.marks:  # watched: it is stored at that instant
+            # memory is limited just before this backward, so the option is a stored value of that moment
+            if block in self.marks:
                 there: list[_Term] = [(-1.0, ("A", block, self.marks.index(block) + 1, o))]
             else:
                 there = [(-1.0, ("save", block, window, o)), *self._before("A", block, window, o)]
@@ -182,7 +191,7 @@ class _Program:
         self._at_most(0.0, *carry)
 
     def _solve(self) -> float:
-        from scipy.optimize import Bounds, LinearConstraint, milp  # takes a second to import: only when used
+        from scipy.optimize import Bounds, LinearConstraint, milp  # imported here since it takes a second
         from scipy.sparse import coo_array
 
         objective = np.zeros(len(self.columns))

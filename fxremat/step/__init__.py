@@ -1,1 +1,1 @@
-"""One training step op by op: the representation that planning shares. Nothing is planned and nothing runs here."""
+"""One training step op by op: the data structures that all planning works on."""

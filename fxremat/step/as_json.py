@@ -1,14 +1,14 @@
-"""Frozen dataclasses as JSON, and back: of numbers, text, tuples, sets, mappings, enums, and each other.
+"""Frozen dataclasses as JSON, and back; fields may be numbers, text, tuples, sets, mappings, enums and dataclasses.
 
     Op(index=0, reads=(1, 2))       {"is": "Op", "index": 0, "reads": [1, 2]}
     Role.FORWARD                    {"is": "Role", "value": "forward"}
-    Schedule.parse("Fall1 B1")      {"is": "Schedule", "text": "Fall1 B1"}, as all that has `parse`
+    Schedule.parse("Fall1 B1")      {"is": "Schedule", "text": "Fall1 B1"}, as any class with a `parse` method
     frozenset({2, 1})               {"set": [1, 2]}
     {1: "weight"}                   {"map": [[1, "weight"]]}
 
-A value of a shared class that several others refer to is written in full where it comes first, with a number, and as
-that number afterwards: {"is": "Layout", "number": 0, ...} and {"ref": 0}. Reading makes values of the classes that it
-is given, and calls nothing else, whatever the text says.
+Objects of a class listed as shared are written in full once, with a number: {"is": "Layout", "number": 0, ...};
+later references are {"ref": 0}. Reading creates objects of the classes that the caller lists and calls nothing
+else, whatever the text contains.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Instead = Mapping[type, Callable[[Any], Any]]
 
 
 class Unreadable(Exception):
-    """JSON that `read` cannot turn into a value; the message says what is wrong with it."""
+    """Raised for JSON that `read` cannot turn into a value; the message says why."""
 
 
 def written(value: Any, shared: Iterable[type] = (), instead: Instead | None = None) -> Any:
-    """Return `value` as an object that the module `json` can write. O(its size).
+    """Return `value` as nested lists, dicts, numbers and strings, which `json.dumps` accepts. O(its size).
 
     Args:
-        shared: classes whose values are written once each.
-        instead: functions, by class, that return what is written in the place of a value of that class.
+        shared: classes whose objects are written in full only once.
+        instead: for some classes, a function from an object to the one that is written instead.
     """
     return _Writer(tuple(shared), instead or {}).write(value)
 
@@ -71,11 +71,11 @@ def read(content: Any, classes: Iterable[type], instead: Instead | None = None) 
     """Rebuild the value that `written` turned into `content`. O(its size).
 
     Args:
-        classes: dataclasses and enums that it may consist of.
-        instead: functions, by class, that return what is put in the place of a value of that class.
+        classes: dataclasses and enums that it may contain.
+        instead: for some classes, a function from a rebuilt object to the one that is returned instead.
 
     Raises:
-        Unreadable: it names another class, or a value has other fields than its class.
+        Unreadable: `content` names another class, or an object's fields are not those of its class.
     """
     return _Reader({each.__name__: each for each in classes}, instead or {}).read(content)
 

@@ -1,4 +1,4 @@
-"""A program whose collectives run concurrently with its ops, and the times of the link that they use."""
+"""A program whose collectives run concurrently with its ops, with their simulated times on the network link."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from fxremat.step.program import Program
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """One execution of a collective."""
+    """One execution of a collective, with its simulated times."""
 
-    name: str  # the op's name
+    name: str  # name of the op
     op: int  # the op's number in the step graph
-    begins: float  # seconds, on the link
+    begins: float  # seconds from the start of the step to the beginning of the collective's transfer
     ends: float
-    waited: float  # seconds that ops wait for it
+    waited: float  # seconds for which ops wait for the collective's result
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProgramWithCommunication:
-    """A program in which collectives are started, and waited for later."""
+    """A program in which each collective is started at one step and waited for at a later one."""
 
     program: Program
     memory: Memory
-    time: float  # seconds
-    starts: tuple[float, ...]  # seconds, of each step
-    collectives: tuple[Communication, ...]  # in the order in which the link runs them
+    time: float  # seconds of the step
+    starts: tuple[float, ...]  # for each execution in the program, the seconds at which it starts
+    collectives: tuple[Communication, ...]  # the collectives, in the order in which they use the network
 
     @property
     def seconds(self) -> float:
@@ -36,7 +36,7 @@ class ProgramWithCommunication:
 
     @property
     def hidden(self) -> float:
-        """Share of the seconds that the link is busy for which no op waits; 1.0 if it never is busy."""
+        """The fraction of the link's busy seconds during which no op waits for it; 1.0 if it is never busy."""
         if not self.seconds:
             return 1.0
         return 1.0 - min(1.0, sum(one.waited for one in self.collectives) / self.seconds)

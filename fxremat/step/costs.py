@@ -1,4 +1,4 @@
-"""Costs of the ops of a step: seconds, workspaces, and the sizes that liveness needs."""
+"""Costs of the ops of a training step: seconds, workspaces, and bytes of the values."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ class OpCost:
     """The cost of one execution of one op."""
 
     seconds: float
-    workspace: int  # bytes beyond inputs and outputs, while it runs
-    outputs: tuple[int, ...] = ()  # bytes of the storage of each output, by position; (): as in the step graph
+    workspace: int  # bytes allocated only while the op runs, besides inputs and outputs
+    outputs: tuple[int, ...] = ()  # bytes of the storage of each output of the op; (): those in the step graph
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a step graph's ops: seconds, bytes of values and workspaces, and which ops must not overwrite."""
+    """The costs of a step graph's ops: seconds, bytes of values and workspaces, and which ops need a new result."""
 
     seconds: tuple[float, ...]
     sizes: Sizes
-    fresh: frozenset[int] = frozenset()  # ops that must allocate their result: real layouts forbid overwriting
-    staying: frozenset[int] = frozenset()  # values that are not to be copied to the host
+    fresh: frozenset[int] = frozenset()  # indices of ops whose kernels must not overwrite an input
+    staying: frozenset[int] = frozenset()  # indices of values that must not be copied to the host
 
     def time(self, program: Program) -> float:
-        """Return the seconds of all executions of a program, as if copies took no time."""
+        """Return the summed seconds of all ops of a program, recomputations included; copies count as 0."""
         return self.time_of(step.op for step in program.executions)
 
     def time_of(self, ops: Iterable[int]) -> float:
-        """Return the seconds of executing these ops, by number, one after the other."""
+        """Return the sum of the seconds of these ops, given by index."""
         return sum([self.seconds[op] for op in ops])
 
     def scaled(self, factor: float) -> Costs:
-        """Return these costs with every time multiplied by `factor` (calibration)."""
+        """Return these costs with every time multiplied by `factor`, which corrects predicted to measured times."""
         return replace(self, seconds=tuple(seconds * factor for seconds in self.seconds))
 
 
 def apart(graph: StepGraph, costs: Costs) -> tuple[Costs, float]:
-    """Return costs in which collectives take no time, and the seconds of all of them, which may overlap with ops."""
+    """Return the costs without the time of collectives, and the sum of their seconds, which may overlap with ops."""
     seconds = tuple(0.0 if op.communicates else s for op, s in zip(graph.ops, costs.seconds, strict=True))
     return replace(costs, seconds=seconds), sum(costs.seconds) - sum(seconds)
 
@@ -53,11 +53,12 @@ class Link:
 
     to_host: float  # bytes per second
     from_host: float
-    slowdown: float = 0.05  # seconds that ops lose for each second of copying: both use the device's memory
-    in_powers: bool = False  # the host allocates powers of two bytes
+    # seconds by which ops are delayed per second of copying, since both use the device's memory bandwidth
+    slowdown: float = 0.05
+    in_powers: bool = False  # True if the host allocator rounds sizes up to powers of two
 
     def on_host(self, size: int, tensors: int = 1) -> int:
-        """Return the bytes of host memory that tensors of `size` bytes together occupy.
+        """Return the bytes that `tensors` tensors with `size` bytes in total occupy on the host.
 
         >>> Link(to_host=1e9, from_host=1e9, in_powers=True).on_host(65 * 2**20) // 2**20
         128

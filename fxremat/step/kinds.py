@@ -1,14 +1,14 @@
-"""The memory of a program by kind: at every step, the bytes of each kind. They add up to `live_bytes`.
+"""The memory of a program by purpose: at every step, the bytes of each kind, which add up to `live_bytes`.
 
-    kept         values of the forward, from when they are made, that the backward reads or the caller holds
-    temporary    values of the forward that are freed before the backward begins
-    recomputed   values of the forward that were made again
-    offloaded    values of the forward that go to the host, before they have left and after they have come back
-    gradients    gradients of intermediate values, those that the caller hands in included
+    kept         forward values that stay allocated for the backward, or for the caller
+    temporary    forward values that are freed before the backward begins
+    recomputed   forward values that were computed again
+    offloaded    forward values that are copied to the host: before they have left, and after they have come back
+    gradients    gradients of intermediate values, and those that the caller passes to the backward
     results      gradients of parameters and inputs, which the step returns
-    weights      parameters and optimizer state, where the budget covers them; copies of inputs that are overwritten
+    weights      parameters and optimizer state, if the budget covers them; copies of inputs that are overwritten
     outside      memory of a loss that is computed outside the model
-    workspace    what kernels allocate while they run, and saved states of the random generator
+    workspace    bytes that kernels allocate while they run, and saved states of the random generator
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ class MemoryKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Bytes that are allocated from one step to another, both included."""
+    """Bytes that are allocated from step `first` to step `last` of a program, both included."""
 
     kind: MemoryKind
     first: int
     last: int  # index of a step; the number of steps if the bytes are still allocated after the last one
     bytes: int
-    value: int | None = None  # the value of the step graph whose storage they are
-    op: int | None = None  # the op whose workspace, or saved random state, they are
-    state: bool = False  # they are the optimizer state of the value, which is a parameter
+    value: int | None = None  # index of the value that is stored in these bytes, if any
+    op: int | None = None  # index of the op that uses these bytes as workspace or to save its random state
+    state: bool = False  # True if the bytes are optimizer state of the parameter `value`
 
 
 def lives_of(program: Program, sizes: Sizes) -> list[Life]:
-    """List all allocations of a program, value by value; at each step their bytes add up to `live_bytes`. O(steps).
+    """List all allocations of a program; at each step their bytes add up to `live_bytes`. O(steps).
 
-    An op that overwrites what it reads has its result in the bytes of that operand, which count once, as the result. A
-    compiled region may free several of its inputs before it makes what it returns.
+    If an op writes its result over an input, the storage counts as the result from then on. A compiled region
+    may free several of its inputs before it allocates its results.
     """
     count, versions = len(program.steps), _Versions.of(program, sizes)
     found = {
@@ -84,7 +84,7 @@ def lives_of(program: Program, sizes: Sizes) -> list[Life]:
 
 
 def _optimizer_states(program: Program) -> Iterator[Life]:
-    """Yield the optimizer states of parameters that live on the host, while they are on the device for their update."""
+    """Yield the optimizer states of parameters on the host, for the time that they are on the device for an update."""
     came: dict[int | None, int] = {}
     for place, step in enumerate(program.steps):
         if isinstance(step, Transfer) and step.takes > 0:
@@ -94,7 +94,10 @@ def _optimizer_states(program: Program) -> Iterator[Life]:
 
 
 def bytes_by_kind(program: Program, sizes: Sizes) -> dict[MemoryKind, tuple[int, ...]]:
-    """Return the bytes of each kind while each step runs. They add up to `live_bytes(...).during`. O(steps)."""
+    """Return for each kind of memory its bytes during each step; the kinds add up to `live_bytes(...).during`.
+
+    O(steps).
+    """
     count = len(program.steps)
     change = {kind: [0] * (count + 1) for kind in MemoryKind}
     for life in lives_of(program, sizes):
@@ -104,7 +107,8 @@ def bytes_by_kind(program: Program, sizes: Sizes) -> dict[MemoryKind, tuple[int,
 
 
 def host_bytes(program: Program, sizes: Sizes) -> tuple[int, ...]:
-    """Return the bytes of forward values that wait on the host while each step runs: from release to prefetch."""
+    """Return the bytes of forward values on the host during each step, from the end of the copy out to the copy back.
+    """
     change = [0] * len(program.steps)
     for place, step in enumerate(program.steps):
         if isinstance(step, Transfer) and step.role in (Role.RELEASE, Role.PREFETCH):
@@ -116,12 +120,13 @@ def host_bytes(program: Program, sizes: Sizes) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Versions:
-    """The versions of a program: each is a value as one step made it, and is alive until the last step that uses it."""
+    """The versions of a program's values: each execution of an op makes a new version of its results."""
 
     program: Program
-    lives: Sequence[tuple[int, int]]  # for each version: the last step that uses it, and its bytes
-    writer: Mapping[int, int]  # version -> the step that makes it
-    leaving: frozenset[int]  # versions that leave for the host
+    # (index of the last step that uses it, bytes) of each version, which is the result of one execution
+    lives: Sequence[tuple[int, int]]
+    writer: Mapping[int, int]  # version (result of one execution) -> index of the step that computes it
+    leaving: frozenset[int]  # versions (results of one execution) that are copied to the host and freed on the device
 
     @classmethod
     def of(cls, program: Program, sizes: Sizes) -> _Versions:
@@ -130,13 +135,17 @@ class _Versions:
         return cls(program, lives(program, sizes), writer, frozenset(leaving))
 
     def birth(self, version: int) -> int:
-        """Return the index of the step that makes a version; for an input, of the step before which it arrives."""
+        """Return the index of the step that computes a version (the result of one execution).
+
+        For inputs, return the index of the first step at which they are allocated.
+        """
         if version in self.writer:
             return self.writer[version]
         return self.program.split if self._origin(version) is Origin.TANGENT else 0
 
     def kind(self, version: int) -> MemoryKind:
-        """Return the kind of memory that a version occupies."""
+        """Return the kind of memory that the tensor with this version number (the result of one execution) counts as.
+        """
         match self._origin(version):
             case Origin.PRIMAL:
                 return MemoryKind.WEIGHTS
@@ -153,9 +162,11 @@ class _Versions:
         return MemoryKind.KEPT if self.lives[version][0] >= self.program.split else MemoryKind.TEMPORARY
 
     def replaced(self, step: Step | Transfer) -> list[int]:
-        """Return the versions whose memory a step may reuse for its results: those that it reads last.
+        """Return the versions whose storage a step may reuse, since it is the last to read them, largest first.
 
-        The largest comes first; after them the results themselves, which may not be allocated at the worst moment.
+        A version is the result of one execution.
+
+        The step's own results follow, since a compiled region may allocate them only after its peak.
         """
         if not step.writes:
             return []

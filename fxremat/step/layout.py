@@ -1,10 +1,11 @@
-"""A step graph laid out as a chain: which block each op belongs to, and which values blocks pass on and save.
+"""A step graph cut into a chain of blocks: each block's ops, and the values that blocks pass on and save.
 
-    boundary l   the values made in blocks 1..l and read by the forward of later blocks, without the held ones
-    held         values that are kept from their forward to their last use: carried skips, anchors, outputs
-    saved l, o   what block l keeps for its backward under option o; option 0 is everything that B_l reads
+    boundary l   values computed in blocks 1..l that the forward of later blocks reads, without the held values
+    held         values that are kept from their forward to their last use whatever the plan: long skip connections,
+                 values that depend on nothing trained (masks, positions), outputs
+    saved l, o   values that block l keeps for its backward under option o; option 0 is all that the backward reads
 
-Blocks are numbered 0..n-1 here (tokens of a schedule count from 1). Sizes and times are not known at this level.
+Blocks are numbered 0..n-1 here, but from 1 in schedules. Sizes and times are not part of a layout.
 `linearize.lay_out` makes layouts.
 """
 
@@ -19,19 +20,20 @@ from fxremat.step.step_graph import StepGraph
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
-    """One block: its ops (numbers into `StepGraph.ops`) and its values (numbers into `StepGraph.values`)."""
+    """One block of a chain: indices of its ops in `StepGraph.ops`, and of its values in `StepGraph.values`."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    boundary: frozenset[int]  # a_l, the block's output: the values made in blocks 1..l that later forwards read
-    made: frozenset[int]  # every value that the forward of this block writes
-    saved: tuple[frozenset[int], ...]  # for each option the values made here that it saves, boundary values included
+    boundary: frozenset[int]  # the block's output: values computed up to this block that later blocks' forwards read
+    made: frozenset[int]  # all values that the block's forward computes
+    # for each option to save the block, the values computed in it that are kept, boundary values included
+    saved: tuple[frozenset[int], ...]
 
 
 class _Needs(dict[tuple[int, int, bool], frozenset[int]]):
-    """The values that a block's forward must leave in memory, by (block, option, whether it runs for the first time).
+    """The values that the forward of a block must leave in memory, by (block, save option, is it the first run).
 
-    Option -1 keeps the block's output alone.
+    Option -1 keeps only the block's output.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -55,30 +57,34 @@ class Layout:
 
     graph: StepGraph
     blocks: tuple[BlockLayout, ...]
-    held: frozenset[int]  # values that are kept from their forward to their last use, whatever the plan
+    held: frozenset[int]  # values that every plan keeps from their forward to their last use
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """A name for each block: that of the modules that its ops belong to."""
+        """A name for each block, made from the names of the modules that its ops belong to."""
         return tuple(self.graph.span(block.forward) for block in self.blocks)
 
     def boundary_before(self, block: int) -> frozenset[int]:
-        """Return the values that enter a block, the output of the one before (a_{l-1}); none for the first block."""
+        """Return the values that a block reads from earlier blocks: the previous block's output, or none for the first.
+        """
         return self.blocks[block - 1].boundary if block else frozenset()
 
     @cached_property
     def needs(self) -> _Needs:
-        """The values that each forward of a block must leave in memory, computed on first use."""
+        """The values that a block's forward must leave in memory, by (block, save option, is it the first run).
+
+        Entries are computed when they are first read.
+        """
         return _Needs(self)
 
     @cached_property
     def runs(self) -> dict[tuple[int, frozenset[int], frozenset[int]], list[int]]:
-        """A cache of the ops to run, by (block, wanted values, values of the block that are available already)."""
+        """A cache of lists of ops to run, by (block, values to compute, values of the block that are in memory)."""
         return {}
 
     @cached_property
     def uniform(self) -> frozenset[int]:
-        """The blocks all of whose ops read the same values when they are recomputed as when they run first."""
+        """The numbers of the blocks whose ops read the same values when recomputed as in their first execution."""
         ops = self.graph.ops
         return frozenset(
             number
@@ -87,7 +93,8 @@ class Layout:
         )
 
     def with_options(self, options: Sequence[Sequence[frozenset[int]]]) -> Layout:
-        """Return this layout with further save sets (options 1, 2, ...) for each block."""
+        """Return this layout with more save options (1, 2, ...) for each block: sets of values kept for its backward.
+        """
         blocks = [
             replace(block, saved=(block.saved[0], *more))
             for block, more in zip(self.blocks, options, strict=True)

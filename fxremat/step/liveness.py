@@ -1,9 +1,9 @@
-"""The exact memory of a program: allocate at the step that writes, free after the step that reads last.
+"""The exact memory of a program: a value is allocated by the step that writes it, and freed after its last reader.
 
-    memory during step i = versions alive + what step i writes + the workspace of its op
+    memory during step i = bytes alive + bytes that step i writes + workspace of its op
 
-Only storages count, which views share. Primals do not count; what the caller holds stays until the end. With measured
-workspaces this reproduces the allocator's peak.
+A storage counts once, however many views share it. Parameters and inputs do not count; values that the caller
+holds stay until the end. With measured workspaces this reproduces the peak of PyTorch's allocator.
 """
 
 from __future__ import annotations
@@ -18,25 +18,29 @@ from fxremat.step.step_graph import Origin
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Bytes allocated on the device, by value and by op number."""
+    """Bytes that a step allocates on the device: for each value, for each op, and for the loss."""
 
-    values: Sequence[int]  # bytes of each value
+    values: Sequence[int]  # bytes of each value, by the value's index
     workspace: Sequence[
         int
-    ]  # bytes that each op needs beyond what it reads and writes; < 0: an output takes the place of an input
-    seed: int = 0  # bytes of one saved state of the random generator, on the device
-    outside: int = 0  # between forward and backward, for a loss outside the model, with the gradients it hands in
-    root: int = 0  # from there to the end: the loss outside the model, and the gradient that its backward starts from
-    unsplit: int = 0  # bytes added to each size above this number: the allocator may leave so many of a block unused
+    ]  # workspace: bytes that each op needs besides its inputs and outputs; negative if an output overwrites an input
+    seed: int = 0  # bytes of one saved state of the random generator
+    # bytes between forward and backward for a loss outside the model, with the gradients that it passes in
+    outside: int = 0
+    # bytes that a loss outside the model keeps during the backward, with the gradient that its own backward
+    # starts from
+    root: int = 0
+    unsplit: int = 0  # bytes added to each size above this number: how much of a block the allocator may leave unused
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes above the start of the step: `during[i]` while step i runs, `at_split` between forward and backward."""
+    """Bytes above the level at the start of the step: `during[i]` in step i, `at_split` between forward and backward.
+    """
 
     during: tuple[int, ...]
     at_split: int
-    end: int  # after the last step
+    end: int  # bytes after the last step
 
     @property
     def peak(self) -> int:
@@ -51,11 +55,11 @@ def live_bytes(
     at_hand: Mapping[int, int] | None = None,
     kept: Iterable[int] = (),
 ) -> Memory:
-    """Replay the allocations of a program, and return the bytes that are alive during each step. O(steps).
+    """Replay the allocations of a program, and return the bytes that are allocated during each step. O(steps).
 
     Args:
-        at_hand: version -> bytes of what is alive before the first step (None: the program is an entire step).
-        kept: values that stay alive to the end, besides what the step returns.
+        at_hand: bytes of the versions that exist before the first step, for a part of a step; None: an entire step.
+        kept: numbers of values that stay alive to the end, besides those that the step returns.
     """
     changes = _changes(program, sizes, at_hand, kept)
     live, during, split_bytes = changes.start, [], changes.start
@@ -66,19 +70,19 @@ def live_bytes(
         live += changes.born[position]
         during.append(live + (step.workspace if isinstance(step, Transfer) else sizes.workspace[step.op]))
         live -= changes.freed[position]
-    if at_hand is None and program.split == len(program.steps):  # the backward has no op
+    if at_hand is None and program.split == len(program.steps):  # there are no backward ops
         split_bytes = live + max(changes.tangents, sizes.outside)
     return Memory(tuple(during), split_bytes, live)
 
 
 @dataclass(frozen=True)
 class _Changes:
-    """Bytes that appear before and vanish after each step."""
+    """Bytes that are allocated before each step of a program, and freed after it."""
 
     start: int
-    tangents: int  # bytes that the caller allocates between forward and backward: gradients to hand in, and a loss
-    born: list[int]  # bytes that appear before each step
-    freed: list[int]  # bytes that vanish after each step
+    tangents: int  # bytes that the caller allocates between forward and backward, for gradients and a loss
+    born: list[int]  # bytes allocated before each step
+    freed: list[int]  # bytes freed after each step
 
 
 def _changes(
@@ -113,16 +117,18 @@ def lives(
     *,
     whole: bool = True,
 ) -> list[tuple[int, int]]:
-    """Return (last step that uses it, bytes) for every version; -1: no step, len(steps): it is alive to the end.
+    """Return (index of the last step that uses it, bytes) for each version, which is the result of one execution.
 
-    A version is a value as one step made it. Arguments are as for `live_bytes`; `whole`: it is an entire step.
+    Index -1: never used; len(steps): alive at the end. Arguments are those of `live_bytes`; `whole` is True for
+    an entire step.
     """
     graph, forever = program.layout.graph, len(program.steps)
     last = [-1] * len(program.version_of)
     for position, step in enumerate(program.steps):
         for version in (*step.reads, *step.writes):
             last[version] = position
-    for value in graph.updates:  # returned by the forward, copied over its input, freed
+    # new values of buffers are copied over the old ones after the forward, then freed
+    for value in graph.updates:
         if value in program.first:
             last[program.first[value]] = max(last[program.first[value]], program.split - 1)
     pinned, kept = graph.pinned, set(kept)
@@ -147,9 +153,9 @@ def lives(
 
 
 def seed_lives(program: Program) -> dict[int, tuple[int, int]]:
-    """Return the first and last execution of each random op that runs more than once, as indices of steps.
+    """Return for each random op that runs more than once the indices of its first and its last execution.
 
-    The state of the random generator is kept from the first to the last.
+    The state of the random generator is saved from the first to the last.
     """
     ops = program.layout.graph.ops
     random = {op for op in program.repeated if ops[op].random}

@@ -1,14 +1,13 @@
-"""The rewritten step before it becomes graphs: which op runs when, on which version of each value.
+"""The step to run, op by op: which op runs when, on which version of each value.
 
-A version is a value as one execution of its op made it; a value that is recomputed has several.
+A version is a value as computed by one execution of its op; a recomputed value has several. A schedule consists
+of operations on blocks; `rematerialize` replays it and records every execution of an op:
 
-A schedule speaks of blocks; `rematerialize` replays it block by block and writes down every execution of every op:
+    Fck l, Fnone l, Fall l[o]   the ops of block l that compute the values to be stored, if not available already
+    B l                         the backward ops of block l, each after the recomputations that it needs
 
-    Fck l, Fnone l, Fall l[o]   the ops of block l that make what is to be stored and is not available already
-    B l                         the backward ops of block l, each right after what it needs and lacks is recomputed
-
-What a schedule stores decides what may be read; what is read decides how long it lives (see `step.liveness`):
-a version is freed right after its last use, which may be earlier than the schedule's own bookkeeping asks.
+The schedule decides which values can be read. A version is freed right after its last use (see
+`step.liveness`), even where the schedule would keep it longer.
 """
 
 from __future__ import annotations
@@ -23,89 +22,90 @@ from fxremat.step.layout import Layout
 
 
 class Role(Enum):
-    """The kinds of steps of a program."""
+    """The kinds of steps in a program: run an op, copy to or from the host, or update a parameter."""
 
     FORWARD = "forward"  # the first execution of a forward op
     RECOMPUTE = "recompute"  # any later execution of a forward op
     BACKWARD = "backward"
     OFFLOAD = "offload"  # a copy to the host begins
-    RELEASE = "release"  # that copy has ended: its source may be freed
-    PREFETCH = "prefetch"  # memory is allocated, and the copy back begins
-    WAIT = "wait"  # the copy back has ended
-    COMPLETE = "complete"  # a collective has ended: its results may be read, and its operands freed
-    UPDATE = "update"  # the optimizer's step of one parameter; the copy to its home on the host begins
+    RELEASE = "release"  # a copy to the host has ended: the tensor may be freed
+    PREFETCH = "prefetch"  # memory is allocated for a copy back from the host, which begins
+    WAIT = "wait"  # a copy back from the host has ended
+    COMPLETE = "complete"  # a collective has ended: its results may be read, its operands freed
+    UPDATE = "update"  # the optimizer updates one parameter, whose copy back to the host begins
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One execution of one op."""
 
-    op: int  # the op's number in the step graph
-    block: int  # the block that it runs for, from 0
+    op: int  # index of the op in the step graph
+    block: int  # index of the block (run of consecutive ops) that the step belongs to, from 0
     role: Role
-    reads: tuple[int, ...]  # versions
-    writes: tuple[int, ...]  # versions, in the order of the op's writes
+    reads: tuple[int, ...]  # indices of the versions that the step reads; a version is the result of one execution
+    # indices of the versions (results of one execution) that the step writes, in the order of the op's `writes`
+    writes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A step that executes no op: an optimizer update, the end of a collective, or part of a copy to the host or back.
+    """A step that executes no op: an optimizer update, the end of a collective, or a part of a copy to or from host.
 
-    What travels is a version, which comes back as another version of the same value, or the optimizer state of a
-    parameter.
+    Copied is either a version of a value, which comes back as another version, or a parameter's optimizer
+    state.
     """
 
     block: int
     role: Role
-    trip: int  # the number of the trip: a copy of a version to the host, and the copy back
-    reads: tuple[int, ...]  # versions
+    trip: int  # number shared by a copy of a version to the host and its copy back
+    reads: tuple[int, ...]  # indices of the versions (results of one execution) that the copy or update reads
     writes: tuple[int, ...]
-    op: None = None  # no op is executed
-    workspace: int = 0  # bytes while it runs, beyond what it reads and writes
-    seconds: float = 0.0  # seconds that the step itself takes, without waiting for a copy
-    state_of: int | None = None  # the parameter whose optimizer state travels
-    takes: int = 0  # bytes of optimizer state that this step allocates on the device; below 0: that it frees
+    op: None = None  # always None: no op is executed
+    workspace: int = 0  # bytes allocated only while the step runs, besides what it reads and writes
+    seconds: float = 0.0  # seconds of the step itself, without waiting for a copy
+    state_of: int | None = None  # number of the parameter whose optimizer state is copied, if any
+    takes: int = 0  # bytes of optimizer state that are allocated on the device by this step; negative: freed
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Every execution of one training step; `steps[split:]` is the backward graph.
+    """All steps of one training step, in execution order; `steps[split:]` is the backward graph.
 
-    A version is one life of a value: version v, in order of creation, is one of the value `version_of[v]`.
+    A version is a value as computed by one execution of its op: version v belongs to the value `version_of[v]`.
     """
 
     layout: Layout
     steps: tuple[Step | Transfer, ...]
     split: int
     version_of: tuple[int, ...]
-    first: dict[int, int]  # value -> its first version: what the graphs return, whatever is made again later
+    first: dict[int, int]  # value -> its first version (the result of its first execution), which the graphs return
     repeated: frozenset[int]  # ops that run more than once
     preserved: frozenset[
         int
-    ]  # mutated primals that the backward reads: copied before the forward overwrites them
+    ]  # preserved: inputs that the backward reads and the forward overwrites, so that they are copied first
     fetched: frozenset[int] = (
         frozenset()
-    )  # versions of primals that live on the host: unlike other primals, they count as memory of the step
+    )  # fetched: parameters that are copied from the host; unlike other parameters they count as memory
     resident: int = (
-        0  # bytes of weights and optimizer state that stay on the device, where the budget counts them
+        0  # resident: bytes of weights and optimizer state that stay on the device, if the budget covers them
     )
 
     @property
     def executions(self) -> tuple[Step, ...]:
-        """The steps that execute an op: all but transfers."""
+        """The steps that execute an op, without transfers."""
         return tuple(step for step in self.steps if isinstance(step, Step))
 
     @property
     def recomputed(self) -> int:
-        """Number of steps that execute a forward op again."""
+        """The number of steps that execute a forward op a second time or later."""
         return sum(step.role is Role.RECOMPUTE for step in self.steps)
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """The ops of a program in the order in which they run, and the block that each of them runs for.
+    """The ops of a program in execution order, recomputations included, and the block that each of them runs for.
 
-    An op reads the latest version of a value, and the first version of what the caller holds.
+    An op reads the latest version of a value; of values that the caller holds, the first version.
     """
 
     layout: Layout
@@ -114,7 +114,10 @@ class Order:
     split: int
 
     def program(self) -> Program:
-        """Build the program that runs in this order. Raises `InvalidSchedule` where an op lacks what it reads."""
+        """Build the program that runs in this order.
+
+        Raises `InvalidSchedule` if an op reads a value that is not computed yet.
+        """
         replay = Replay(self.layout)
         pinned = self.layout.graph.pinned
         for position, (op, block) in enumerate(zip(self.ops, self.blocks, strict=True)):
@@ -125,10 +128,10 @@ class Order:
 
 
 def order_of(layout: Layout, schedule: Schedule) -> Order:
-    """Return the order in which a schedule executes ops. O(steps * reads).
+    """Return the order in which a schedule of blocks executes ops. O(steps * reads).
 
     Raises:
-        InvalidSchedule: an op of the schedule needs what is not stored when it runs.
+        InvalidSchedule: an op needs a value that the schedule does not keep.
     """
     replay = _OrderReplay(layout)
     for op in schedule.ops:
@@ -145,29 +148,37 @@ def rematerialize(layout: Layout, schedule: Schedule) -> Program:
 
 @dataclass(slots=True)
 class Replay:
-    """The state of a replay: the current version of each available value, and what the schedule keeps stored."""
+    """The state while a schedule is simulated: the current version of each value, and the items that are stored.
+
+    A version is the result of one execution of the op that computes the value.
+    """
 
     layout: Layout
     steps: list[Step] = field(default_factory=list)
     version_of: list[int] = field(default_factory=list)
     current: dict[int, int] = field(default_factory=dict)
-    ran: set[int] = field(default_factory=set)  # ops that ran at least once, here or before
+    ran: set[int] = field(default_factory=set)  # ops that ran at least once
     split: int | None = None
-    _covers: dict[int, int] = field(default_factory=dict)  # value -> how many stored items hold it
+    # value -> number of stored block outputs and save sets that contain the value
+    _covers: dict[int, int] = field(default_factory=dict)
     _stored: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
     _repeated: set[int] = field(default_factory=set)
-    _waiting: list[int] = field(default_factory=list)  # backward ops that lack a gradient
+    _waiting: list[int] = field(default_factory=list)  # backward ops that wait for a gradient which is not computed yet
     _first: dict[int, int] = field(default_factory=dict)
 
     def give(self, value: int) -> int:
-        """Make a new version of a value the current one, and return its number."""
+        """Add a version of a value (the result of one more execution), make it the current one, and return its number.
+        """
         self.current[value] = version = len(self.version_of)
         self.version_of.append(value)
         self._first.setdefault(value, version)
         return version
 
     def execute(self, op: Op) -> None:
-        """Run one operation of a schedule. Transfers raise `InvalidSchedule`: see `transfers.activations.trips_of`."""
+        """Run one operation of a schedule, except copies, which raise `InvalidSchedule`.
+
+        `transfers.activations.trips_of` runs schedules with copies.
+        """
         match op:
             case Forward(block, keep, option):
                 self.forward(block - 1, keep, option)
@@ -179,10 +190,10 @@ class Replay:
                 raise InvalidSchedule(f"{op} needs a host to go to: compile with offload=True")
 
     def versions_of(self, kind: str, block: int) -> dict[int, int]:
-        """Return value -> version for what only this stored item holds; {} for a0, the chain's input.
+        """Return value -> version for the values that no other stored item contains; {} for the chain's input.
 
-        An item is kind "a", the output of a block (from 0), or "A", all that its backward reads. Raises
-        `InvalidSchedule` if it is not stored.
+        An item is ("a", block), the output of a block, or ("A", block), all that its backward reads; blocks
+        count from 0. Raises `InvalidSchedule` if the item is not stored.
         """
         if block < 0:
             return {}
@@ -192,22 +203,25 @@ class Replay:
         return {value: self.current[value] for value in sorted(values) if self._covers[value] == 1}
 
     def restore(self, kind: str, block: int, versions: Mapping[int, int]) -> None:
-        """Store an item (see `versions_of`) that was discarded again, with these versions; nothing if it is stored."""
+        """Store a discarded block output or save set again, with these versions of its values.
+
+        Do nothing if it is stored. `versions_of` describes the arguments.
+        """
         if (kind, block) not in self._stored:
             self.current |= versions
             self._store((kind, block), versions)
 
     def forward(self, block: int, keep: Keep, option: int = 0) -> None:
-        """Run the forward of a block, and store its output, or with `Keep.ALL` what this option saves for its backward.
+        """Run the forward of a block, and store its output; with `Keep.ALL`, the values of a save option instead.
 
-        `Keep.NONE` discards the block's input.
+        `Keep.NONE` also discards the block's input.
         """
         place, graph = self.layout.blocks[block], self.layout.graph
         if keep is Keep.ALL and option >= len(place.saved):
             raise InvalidSchedule(f"block {block + 1} has {len(place.saved)} options, not {option + 1}")
         first = not self._seen(block)
         if first:
-            for index in place.forward:  # checks, which return nothing, run once
+            for index in place.forward:  # ops without outputs, such as assertions, run only once
                 if not graph.ops[index].writes:
                     self._run(index, block)
         self._need(self.layout.needs[block, option if keep is Keep.ALL else -1, first], block)
@@ -220,9 +234,10 @@ class Replay:
         self._forget(place.made)
 
     def backward(self, block: int) -> None:
-        """Run the backward of a block, and forget the block's input and what was saved for it.
+        """Run the backward of a block, then discard the block's input and the values saved for it.
 
-        An op that reads a gradient which a later backward makes (towers that share weights) waits for that.
+        An op that reads a gradient which a later backward computes (parts of the model share weights) waits for
+        it.
         """
         if self.split is None:
             self.split = self._count()
@@ -236,9 +251,9 @@ class Replay:
         self._forget(place.made)
 
     def _run_ready(self, backward: Iterable[int], block: int) -> None:
-        """Run these ops, and backward ops that waited for a gradient; those that still lack one wait on.
+        """Run these backward ops, and ops that waited before, unless gradients that they read are still missing.
 
-        An op that draws random numbers waits for those that draw before it.
+        Random ops keep their order: one waits while an earlier one does.
         """
         waiting, self._waiting = [*self._waiting, *backward], []
         ops = self.layout.graph.ops
@@ -253,7 +268,7 @@ class Replay:
         return any(value not in self.current for value in self.layout.graph.gradients_read[index])
 
     def discard(self, kind: str, block: int) -> None:
-        """Forget a stored item, "a" or "A" of a block (see `versions_of`); do nothing if it is not stored."""
+        """Discard the stored output ("a") or save set ("A") of a block; do nothing if it is not stored."""
         for value in self._stored.pop((kind, block), ()):
             self._covers[value] -= 1
             if not self._covers[value]:
@@ -262,7 +277,7 @@ class Replay:
                     self.current.pop(value, None)
 
     def whole_program(self) -> Program:
-        """Return the recorded program as that of an entire step, which includes inputs that nothing reads."""
+        """Return the recorded program of an entire step, with inputs that no op reads added."""
         for value in sorted(self.layout.graph.given - self.current.keys()):
             self.give(value)
         return self.program()
@@ -298,7 +313,8 @@ class Replay:
         held = frozenset(values)
         for value in held:
             self._covers[value] = self._covers.get(value, 0) + 1
-        self.discard(*item)  # the item as it was stored before, if it was; values that both hold stay
+        # replaces an output or save set that is stored already; values in both the old and the new one stay
+        self.discard(*item)
         self._stored[item] = held
 
     def _forget(self, values: frozenset[int]) -> None:
@@ -307,12 +323,12 @@ class Replay:
                 del self.current[value]
 
     def _need(self, wanted: Iterable[int], block: int) -> None:
-        """Make the wanted values of a block, in the order of the original forward."""
+        """Compute the wanted values of a block by running ops in forward order."""
         for index in self._makers(wanted, block):
             self._run(index, block)
 
     def _makers(self, wanted: Iterable[int], block: int) -> list[int]:
-        """List the ops that make the wanted values of a block, and whatever they lack, in the order of the forward."""
+        """List the ops, in forward order, that compute the wanted values of a block and all missing inputs of these."""
         graph, place = self.layout.graph, self.layout.blocks[block]
         missing: set[int] = set()
         stack = self._missing(wanted)
@@ -350,9 +366,9 @@ class Replay:
         self.run(index, block)
 
     def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
-        """Run one op on the current versions of what it reads; new versions of what it writes become current.
+        """Run one op on the current versions (latest results) of its operands; its results become the current versions.
 
-        The first version of a `pinned` value, which the caller of the step holds, stays current.
+        The first version of a `pinned` value, which the caller of the step keeps, stays current.
         """
         op = self.layout.graph.ops[index]
         again = index in self.ran
@@ -370,7 +386,7 @@ class Replay:
 
 @dataclass(slots=True)
 class _OrderReplay(Replay):
-    """A replay that records the order of ops, and no versions."""
+    """A faster simulation of a schedule that records only the order of ops."""
 
     ops: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -386,7 +402,7 @@ class _OrderReplay(Replay):
         return [value for value in values if value not in current]
 
     def _makers(self, wanted: Iterable[int], block: int) -> list[int]:
-        """Return the ops that make the wanted values, cached by the wanted and the available values of the block."""
+        """Return the ops that compute the wanted values, cached by the wanted and the available values of the block."""
         if block not in self.layout.uniform:
             return Replay._makers(self, wanted, block)
         made = self.layout.blocks[block].made
@@ -397,7 +413,7 @@ class _OrderReplay(Replay):
         return known
 
     def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
-        """Record that an op runs, whose operands are available; what it writes becomes available."""
+        """Record that an op runs; its results become available."""
         op = self.layout.graph.ops[index]
         self.current.update(dict.fromkeys(op.again_writes if index in self.ran else op.writes, 0))
         self.ops.append(index)

@@ -1,4 +1,5 @@
-"""The place where an op of a step was written, and the modules that several ops go through as one name."""
+"""Where ops come from in the user's model: the module and the source line, and one name for the modules of several ops.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Frame:
 
     @property
     def place(self) -> str:
-        """The file without its folders, and the line: "net.py:31"."""
+        """The file's name without folders, and the line number, such as "net.py:31"."""
         return f"{os.path.basename(self.file)}:{self.line}"
 
 
@@ -33,7 +34,7 @@ class Frame:
 class Source:
     """The module and the line of code that an op comes from."""
 
-    module: str  # path of the submodule; "" for the model itself
+    module: str  # path of the submodule, such as "blocks.0.mlp"; "" for the model itself
     frame: Frame | None  # None: the line is not known
 
 
@@ -41,7 +42,7 @@ NOWHERE = Source(module="", frame=None)
 
 
 def common_module(modules: Iterable[str]) -> str:
-    """Return the innermost module that contains all of these.
+    """Return the innermost module that contains all of these modules.
 
     >>> common_module(["h.3.mlp.up", "h.3.attn"]), common_module(["h.3", "h.31"])
     ('h.3', 'h')
@@ -51,7 +52,7 @@ def common_module(modules: Iterable[str]) -> str:
 
 
 def span_of(modules: Sequence[str], counts: Counter[str]) -> str:
-    """Return one name for the modules of several ops: the module that has no other ops, or its first and last parts.
+    """Return one name for the modules of several ops: that of a single module, or "first..last".
 
     Args:
         modules: the module of each op, in order.

@@ -1,13 +1,13 @@
-"""One training step as numbers: ops that compute, and values that occupy memory. Needs no torch.
+"""One training step as numbers, without torch: ops that compute, and values that occupy memory.
 
-    torch.fx joint graph    placeholders, compute nodes, views of views, getitems, detaches
+    torch.fx joint graph    placeholders, compute nodes, views, getitems, detaches
     StepGraph               ops    in execution order, forward first, then backward
-                            values one a storage; views are not values, they are made again where needed
+                            values one for each storage; views are not values, they are made again where needed
 
-A value is born by one op (or is a primal, a tangent or a constant) and is read through any number of views. A number
-that an op reads from a tensor (`.item()`), and what is computed from it, are values of no bytes.
-Cuts, options, schedules, searches and liveness speak of op and value numbers only. `graphs.captured` reads a
-StepGraph from a graph of torch.fx, and knows the node of each op and value.
+A value is written by one op (or is a parameter, an input, a constant or an incoming gradient) and read through
+any number of views. Numbers that are read from a tensor (`.item()`), and what is computed from them, are values
+of no bytes. Everything that plans refers to ops and values by number. `graphs.captured` reads a StepGraph from
+a torch.fx graph, and knows the node of each op and value.
 """
 
 from __future__ import annotations
@@ -30,56 +30,60 @@ if TYPE_CHECKING:
 
 
 class Origin(Enum):
-    """The part of the step that makes a value; only FORWARD values can be recomputed."""
+    """The origin of a value; only FORWARD values can be recomputed."""
 
     PRIMAL = "primal"  # a parameter, buffer, input or constant: outside the budget, always in memory
-    TANGENT = "tangent"  # the gradient that autograd hands to the backward graph
+    TANGENT = "tangent"  # a gradient that autograd passes into the backward graph
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
 class Kind(Enum):
-    """The engine that runs an op."""
+    """How an op is executed."""
 
-    KERNEL = "kernel"  # PyTorch's own
-    COLLECTIVE = "collective"  # communicates: all ranks run it, in the same order
-    GATHER = "gather"  # a collective that puts the parts of all ranks together
-    REGION = "region"  # several ops, compiled together
-    SLICED = "sliced"  # several ops, one slice of their tensors after the other
+    KERNEL = "kernel"  # one of PyTorch's own kernels
+    COLLECTIVE = "collective"  # communication that all ranks run in the same order
+    GATHER = "gather"  # a collective that assembles the parts that all ranks have
+    REGION = "region"  # several ops, compiled together by Inductor
+    SLICED = "sliced"  # several ops that run on slices of their tensors, one slice after the other
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One storage of the step."""
+    """One storage that the step reads or writes."""
 
     index: int
     name: str
-    bytes: int  # bytes of the storage; those of primals are outside the budget
+    bytes: int  # bytes of the storage
     origin: Origin
-    producer: int | None  # op number; None for placeholders and constants
-    position: int | None  # among the outputs of its op; None: the op has one output, or nothing reads this one
-    type: str  # data type and shape of the first tensor on it, as "float32[8, 512]"; "" if it holds no tensor
-    whole: bool  # one tensor covers all of the storage
+    producer: int | None  # index of the op that writes the value; None for placeholders and constants
+    # index among the outputs of the op; None if the op has one output, or this output is never read
+    position: int | None
+    type: str  # dtype and shape of the first tensor on the storage, such as "float32[8, 512]"; "" if it holds no tensor
+    whole: bool  # True if one tensor covers the whole storage
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One node that computes, with the values it reads (through views) and writes."""
+    """One computing node of the graph, with the values that it reads (directly or through views) and writes."""
 
     index: int
     name: str
-    target: str  # what is called, such as "aten.addmm.default"
-    key: str  # equal for ops of equal cost: see `graphs.op_key`
+    target: str  # name of the function that the op calls, such as "aten.addmm.default"
+    key: str  # equal for ops that cost the same; see `graphs.op_key`
     kind: Kind
     backward: bool
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    again_reads: tuple[int, ...]  # what a recomputation reads, which must not touch running statistics
-    again_writes: tuple[int, ...]  # what a recomputation writes
-    overwrites: int | None  # value read whose storage the result may take over
-    random: bool  # draws from the generator: a second execution must replay the first one's state
-    anchored: bool  # a forward op that depends on no differentiable input: masks, positions, frozen layers
-    sequence: int | None  # autograd's number, which an op shares with its backward
+    # values that a recomputation reads; running statistics are left out, as it must not update them
+    again_reads: tuple[int, ...]
+    again_writes: tuple[int, ...]  # values that a recomputation writes
+    overwrites: int | None  # the value among `reads` whose storage the result may reuse
+    # True if the op draws random numbers, so that a recomputation must restore the generator's state
+    random: bool
+    # True for a forward op that depends on nothing that needs a gradient: masks, positions, frozen layers
+    anchored: bool
+    sequence: int | None  # autograd's sequence number, which a forward op shares with its backward ops
 
     @property
     def communicates(self) -> bool:
@@ -93,20 +97,21 @@ class StepGraph:
 
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
-    forward_count: int  # ops[:forward_count] is the forward
-    tangents: tuple[int, ...]  # the gradients that autograd hands in, in the order of the backward's inputs
-    root_tangents: frozenset[int]  # gradients of a loss that the model returns
-    holds_gradients: bool  # autograd holds gradients that it hands in until the backward has returned
-    output_values: frozenset[int]  # what the forward returns, values that overwrite an input among them
+    forward_count: int  # ops[:forward_count] are the forward ops
+    tangents: tuple[int, ...]  # values of the gradients that autograd passes in, in the order of the backward's inputs
+    root_tangents: frozenset[int]  # gradients of a loss that the model itself returns
+    # True if autograd keeps the gradients that it passes in alive until the backward has returned
+    holds_gradients: bool
+    output_values: frozenset[int]  # values that the forward graph returns, new values of overwritten inputs among them
     kept_outputs: frozenset[int]  # values that the caller still holds after the forward
-    mutated_primals: frozenset[int]  # primals that the step overwrites once the forward has run
-    updates: frozenset[int]  # the values that overwrite them (running statistics, in-place inputs)
-    returned: frozenset[int]  # values that the backward returns (gradients of parameters and inputs)
+    mutated_primals: frozenset[int]  # inputs and buffers that the step overwrites once the forward has run
+    updates: frozenset[int]  # the new values that overwrite inputs of the step, such as running statistics
+    returned: frozenset[int]  # values that the backward returns: gradients of parameters and inputs
     updates_of: Mapping[int, int] = field(default_factory=dict)  # parameter that the step updates -> its gradient
-    sources: tuple[Source, ...]  # the module that each op belongs to, and the line where it was written
-    parameters: Mapping[int, str]  # names in the model, by values of parameters and of gradients that are returned
+    sources: tuple[Source, ...]  # for each op, its module and its source line
+    parameters: Mapping[int, str]  # parameters, and gradients that are returned -> name of the parameter in the model
     model: str  # the name of the model's class
-    device: str  # where the step runs, as "cuda:0": the device of the largest parameter or input
+    device: str  # device of the largest parameter or input, such as "cuda:0"
 
     @property
     def forward_ops(self) -> tuple[Op, ...]:
@@ -121,14 +126,14 @@ class StepGraph:
     def to_json(self) -> str:
         """Return the graph as JSON text, which `from_json` reads. O(ops + values).
 
-        The nodes of torch.fx that a captured graph was read from are left out.
+        A captured graph's nodes of torch.fx are left out.
         """
         fields_of = {each.name: getattr(self, each.name) for each in fields(StepGraph)}
         return json.dumps(written(StepGraph(**fields_of)), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> StepGraph:
-        """Return the graph that `to_json` wrote. Raises `FxrematError` if the text is no such graph."""
+        """Return the graph that `to_json` wrote. Raises `FxrematError` if the text is something else."""
         try:
             graph = read(json.loads(text), (StepGraph, Op, Value, Origin, Kind, Source, Frame))
         except (ValueError, Unreadable) as error:
@@ -138,10 +143,10 @@ class StepGraph:
         return graph
 
     def to_networkx(self) -> nx.DiGraph[tuple[str, int]]:
-        """Return the step as a graph of networkx, to inspect or to run algorithms on. O(ops + reads + writes).
+        """Return the step as a networkx graph, to inspect or to run algorithms on. O(ops + reads + writes).
 
-        Nodes are ("op", 3) and ("value", 7), with a name, and the other fields of `Op` and `Value` as attributes; edges
-        go from an op to the values that it writes, and from a value to the ops that read it.
+        Nodes are ("op", 3) and ("value", 7), with the fields of `Op` and `Value` as attributes. Edges go from
+        an op to the values that it writes, and from a value to the ops that read it.
         """
         import networkx as nx
 
@@ -156,7 +161,10 @@ class StepGraph:
 
     @cached_property
     def digest(self) -> str:
-        """A hash that is equal for graphs of the same ops on values of the same sizes, whatever their names. O(ops)."""
+        """A hash that is equal for graphs of the same ops on values of the same sizes, whatever they are called.
+
+        O(ops).
+        """
         left_out = ("name", "sequence")
         rows = [[getattr(one, each.name) for each in fields(one) if each.name not in left_out] for one in self.ops]
         rows += [[getattr(one, each.name) for each in fields(one) if each.name not in left_out] for one in self.values]
@@ -167,34 +175,34 @@ class StepGraph:
 
     @cached_property
     def given(self) -> frozenset[int]:
-        """The values that no op makes: primals, constants and tangents."""
+        """The values that no op computes: parameters, inputs, constants, and gradients that autograd passes in."""
         return frozenset(v.index for v in self.values if v.origin in (Origin.PRIMAL, Origin.TANGENT))
 
     @cached_property
     def gradients_read(self) -> tuple[tuple[int, ...], ...]:
-        """For each op, the values made in the backward that it reads."""
+        """For each op, the values computed in the backward that it reads."""
         backward = frozenset(v.index for v in self.values if v.origin is Origin.BACKWARD)
         return tuple(tuple(value for value in op.reads if value in backward) for op in self.ops)
 
     @cached_property
     def tangent_values(self) -> tuple[int, ...]:
-        """The gradients that autograd hands in, each once."""
+        """The gradients that autograd passes into the backward, without duplicates."""
         return tuple(v.index for v in self.values if v.origin is Origin.TANGENT)
 
     @cached_property
     def held_tangents(self) -> frozenset[int]:
-        """Gradients that autograd hands in and holds until the backward has returned.
+        """The gradients that autograd passes into the backward and keeps alive until it has returned.
 
-        Every release of PyTorch holds that of a loss; some hold those of other outputs too. What these hold of a loss
-        outside the model is part of `Sizes.root`.
+        Every release of PyTorch keeps that of a loss; some keep those of other outputs too. What a loss outside
+        the model keeps is part of `Sizes.root`.
         """
         return frozenset(self.tangent_values) if self.root_tangents and self.holds_gradients else self.root_tangents
 
     @cached_property
     def value_sources(self) -> tuple[Source, ...]:
-        """The source of each value: that of the op that makes it; of an input, that of the first op that reads it.
+        """The source of each value: that of the op that computes it; for an input, that of the first op that reads it.
 
-        The module of a parameter, and of its gradient, is the one that owns the parameter.
+        For a parameter and its gradient, the module is the one that owns the parameter.
         """
         made: dict[int, Source] = {}
         for op in self.ops:
@@ -207,7 +215,8 @@ class StepGraph:
         return tuple(made.get(value.index, NOWHERE) for value in self.values)
 
     def span(self, forward: Sequence[int]) -> str:
-        """Return one name for the modules of a block of forward ops; if they have none, the name of the last op."""
+        """Return one name for the modules of a block of forward ops, or the name of the last op if no module is known.
+        """
         modules = [self.sources[index].module for index in forward]
         return span_of(modules, self._inside) or (self.ops[forward[-1]].name if forward else "views")
 
@@ -217,5 +226,5 @@ class StepGraph:
 
     @cached_property
     def pinned(self) -> frozenset[int]:
-        """The values that the caller holds after the step."""
+        """The values that the caller still holds after the step: outputs and returned gradients."""
         return self.kept_outputs | self.returned

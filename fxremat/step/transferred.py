@@ -1,4 +1,4 @@
-"""A program whose values travel to the host and back, and the times of its copies."""
+"""A program some of whose values are copied to the host and back, with the simulated times of the copies."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from fxremat.step.program import Program, Role
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProgramWithTransfers:
-    """A program with transfers, and its times on the simulated clock."""
+    """A program with copies to the host and back, its memory, and its simulated times."""
 
     program: Program
     memory: Memory
-    time: float  # seconds
-    copying: tuple[float, float]  # seconds of copying to the host, and back
-    waiting: float  # seconds that ops wait for copies
-    waiting_back: float  # seconds, part of `waiting`, that ops wait for copies from the host
-    bytes: int  # bytes that leave for the host
-    starts: tuple[float, ...]  # seconds, of each step
-    copies: Mapping[tuple[Role, int], tuple[float, float]]  # (OFFLOAD or PREFETCH, trip) -> seconds of start and end
+    time: float  # seconds of the step
+    copying: tuple[float, float]  # seconds of copying to the host, and of copying back
+    waiting: float  # seconds for which ops wait for copies
+    waiting_back: float  # the part of `waiting` in which ops wait for copies from the host
+    bytes: int  # bytes copied to the host
+    starts: tuple[float, ...]  # for each execution in the program, the seconds at which it starts
+    # (OFFLOAD or PREFETCH, number of the round trip) -> seconds at which the copy starts and ends
+    copies: Mapping[tuple[Role, int], tuple[float, float]]
 
     @property
     def hidden(self) -> tuple[float, float]:
-        """The shares of the copies' seconds that no op waits for: to the host, and back."""
+        """The fractions of the seconds of copying during which no op waits: to the host, and back."""
         waits = (self.waiting - self.waiting_back, self.waiting_back)
         out, back = (
             1.0 - min(1.0, wait / c) if c else 1.0 for wait, c in zip(waits, self.copying, strict=True)

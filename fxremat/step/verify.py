@@ -1,11 +1,11 @@
-"""A check of a program against the step graph that it executes: the rules that every rewriting of a program keeps.
+"""Checks that a program is a valid execution of its step graph; every transformation of programs must keep these rules.
 
-    each op runs; backward ops, and ops that return nothing (checks), run once
+    each op runs; backward ops, and ops that return nothing (assertions), run once
     each version that a step reads was written before, or exists from the start
     the first execution of an op has its `reads` and `writes`, later ones its `again_reads` and `again_writes`
-    what the step returns is made by the first execution of an op
+    values that the step returns are computed by the first execution of their op
 
-`lower` makes this check if FXREMAT_VERIFY is set, as the tests do. O(steps * reads).
+`lower` runs these checks if FXREMAT_VERIFY is set, as it is in the tests. O(steps * reads).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fxremat.step.step_graph import Op, StepGraph
 
 
 def is_verified() -> bool:
-    """Tell whether programs are checked before they become graphs, that is, whether FXREMAT_VERIFY is set."""
+    """Tell whether FXREMAT_VERIFY is set, so that programs are checked before they become graphs."""
     return bool(os.environ.get("FXREMAT_VERIFY"))
 
 
 def verify(program: Program) -> Program:
-    """Return the program. Raises `InvalidSchedule`, which names the op and what is wrong, if it breaks a rule."""
+    """Return the program; raise `InvalidSchedule`, with the op and the reason, if it breaks a rule."""
     graph = program.layout.graph
     _check_reads(program, graph)
     _check_executions(program, graph)
@@ -33,7 +33,7 @@ def verify(program: Program) -> Program:
 
 
 def _check_reads(program: Program, graph: StepGraph) -> None:
-    """Check that every version that is read was written before, and that no version is written twice."""
+    """Check that each version (result of one execution) is written exactly once, and before it is read."""
     written = {step_write for step in program.steps for step_write in step.writes}
     there = {version for version in range(len(program.version_of)) if version not in written}
     for version in there:
@@ -85,9 +85,9 @@ def _check_executions(program: Program, graph: StepGraph) -> None:
 
 
 def _roles(op: Op, *, again: bool) -> tuple[Role, ...]:
-    """Return the roles that an execution of an op may have; `again`: it is not the first one.
+    """Return the roles that an execution of an op may have; `again`: it is not the first execution.
 
-    A compiled unit of the backward may consist of recomputed ops alone.
+    A compiled region of the backward may consist of recomputed ops only.
     """
     if op.backward:
         return Role.BACKWARD, Role.RECOMPUTE
@@ -95,7 +95,8 @@ def _roles(op: Op, *, again: bool) -> tuple[Role, ...]:
 
 
 def _check_results(program: Program, graph: StepGraph) -> None:
-    """Check that outputs are made in time, and that inputs which the forward overwrites are copied if read later."""
+    """Check that forward outputs are computed in the forward, and overwritten inputs are copied if they are read later.
+    """
     early = {version for step in program.steps[: program.split] for version in step.writes}
     for value in sorted(graph.kept_outputs - graph.given):
         if program.first[value] not in early:

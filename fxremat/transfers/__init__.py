@@ -1,1 +1,1 @@
-"""Transfers to the host and back: one clock for all copies, and the choice of the values that leave."""
+"""Copies of tensors to the host and back: which tensors to copy, and a simulated clock for when copies run."""

@@ -1,11 +1,11 @@
-"""Values that wait on the host between two uses: which may, which do, and the program that copies them.
+"""Activations that are copied to the host between two uses: which can be, which are, and the program that copies them.
 
-    round trip    of a forward value to the host and back, between its last reader in the forward and its first reader
-                  in the backward (the split is between forward and backward)
-    offload       right after the step that makes the value: as early as possible (Proposition 1 of the thesis by A.
+    round trip    a copy of a forward value to the host and back, between its last reader in the forward and its first
+                  reader in the backward
+    offload       right after the step that computes the value: as early as possible (Proposition 1 of the thesis by A.
                   Shilova, 2021)
 
-The simulated clock decides when its memory is released and when it comes back (`transfers.clock`).
+The simulated clock decides when the value's memory is released, and when it is copied back (`transfers.clock`).
 """
 
 from __future__ import annotations
@@ -25,45 +25,46 @@ from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.clock import Ints
 from fxremat.transfers.copies import CopyIn, CopyOut, durations, need_of, time_copies
 
-SMALL = 2000  # values below this fraction (1 / SMALL) of the peak of keep-all stay on the device
+# a value is kept on the device if it has fewer bytes than the peak without recomputation divided by this number
+SMALL = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """A version of a value that may be on the host between two of its readers, at `leaves` and at `returns`."""
+    """A tensor that can be on the host between two of its readers, the steps with indices `leaves` and `returns`."""
 
     version: int
-    size: int  # bytes
-    made: int  # position of the step that makes it
-    leaves: int  # position of its last reader before it is away
-    returns: int  # position of its first reader after that
-    back: int  # position of the first step before which its copy back may start
+    size: int  # bytes of the value
+    made: int  # index of the step that computes the value
+    leaves: int  # index of the last step that reads the value before it is freed on the device
+    returns: int  # index of the first step that reads the value after its copy back
+    back: int  # index of the first step before which the copy back may start
 
     @property
     def away(self) -> slice:
-        """The positions of the steps during which the value need not be on the device."""
+        """The indices of the steps during which the value need not be on the device."""
         return slice(self.leaves + 1, self.returns)
 
 
 def least_size(keep_all_peak: int) -> int:
-    """Return the bytes from which on a value is worth a copy to the host and back."""
+    """Return the smallest size in bytes for which copying a value to the host and back is considered."""
     return max(1, keep_all_peak // SMALL)
 
 
 def trips(program: Program, costs: Costs, least: int = 1) -> list[RoundTrip]:
-    """Return the round trips to the host that a program allows between forward and backward, by start. O(steps).
+    """Return the possible round trips to the host between forward and backward, sorted by start. O(steps).
 
-    Values of fewer than `least` bytes stay, and values whose storage is larger than the tensor on it.
+    Left out are values of fewer than `least` bytes, and values whose storage is larger than their tensor.
     """
     found = _Visits.of(program).trips(dict.fromkeys(range(len(program.version_of)), program.split), costs)
     return [trip for trip in found if trip.size >= least and trip.leaves < program.split]
 
 
 def trips_of(layout: Layout, schedule: Schedule, costs: Costs) -> tuple[Program, list[RoundTrip]]:
-    """Return the program of a schedule, and the round trips to the host that its `Offload` and `Prefetch` ask for.
+    """Return the program of a schedule, and the round trips that its `Offload` and `Prefetch` operations describe.
 
-    A value that comes back a second time (a solver of chains may drop it and fetch it again) stays on the device after
-    the first time.
+    A value that is copied back a second time (a solver of chains may drop it and prefetch it again) stays on
+    the device after the first time.
 
     Raises:
         InvalidSchedule: the schedule offloads a value that is not stored, or prefetches one that is not on the host.
@@ -89,7 +90,7 @@ def trips_of(layout: Layout, schedule: Schedule, costs: Costs) -> tuple[Program,
 
 @dataclass(frozen=True)
 class _Visits:
-    """The positions of the steps that touch each version, in order."""
+    """For each version of a value (the result of one execution), the indices of the steps that read or write it."""
 
     program: Program
     at: dict[int, list[int]]
@@ -103,10 +104,10 @@ class _Visits:
         return cls(program, at)
 
     def trips(self, back: Mapping[int, int], costs: Costs) -> list[RoundTrip]:
-        """Return the round trips of versions that can be copied to the host, sorted by the step that makes each.
+        """Return the round trips of tensors that can be copied to the host, sorted by the step that computes each.
 
         Args:
-            back: version -> position of the first step before which it may come back.
+            back: version -> index of the first step before which it may be copied back.
         """
         found = []
         for version, position in back.items():
@@ -120,9 +121,10 @@ class _Visits:
         return sorted(found, key=lambda trip: trip.made)
 
     def _travels(self, version: int, costs: Costs) -> int:
-        """Return the bytes of a version that can be copied to the host; 0 for one that cannot.
+        """Return the bytes of a tensor (by its version number) if it can be copied to the host, else 0.
 
-        It cannot if no forward op made it, if the caller holds it, if no tensor covers its storage, or if it stays.
+        It cannot if it was not computed by a forward op, if the caller holds it, if its tensor does not fill
+        its storage, or if the user wants to keep it on the device.
         """
         graph = self.program.layout.graph
         value = graph.values[self.program.version_of[version]]
@@ -133,13 +135,14 @@ class _Visits:
 
 
 def cap(need: Ints, possible: Sequence[RoundTrip], limit: int) -> list[RoundTrip] | None:
-    """Return round trips to the host with which a program fits into `limit` bytes; None if there are none.
+    """Return round trips to the host with which a program fits into `limit` bytes; None if no such set exists.
 
-    While a step does not fit, the earliest value that is not used at the worst step leaves (the autocapper of
-    A. Shilova's thesis, 2021, 4.3); in the end, round trips that turned out unnecessary are removed.
+    While a step exceeds the limit, the earliest value that is not used at the worst step is chosen (the
+    autocapper of A. Shilova's thesis, 2021, 4.3); in the end, round trips that turned out unnecessary are
+    removed.
 
     Args:
-        need: bytes at each step; values that are away are subtracted, in place.
+        need: bytes at each step; values on the host are subtracted, in place.
     """
     waiting, chosen = list(possible), []
     while need.max(initial=0) > limit:
@@ -158,7 +161,7 @@ def cap(need: Ints, possible: Sequence[RoundTrip], limit: int) -> list[RoundTrip
 
 
 def swap(program: Program, chosen: Sequence[RoundTrip], costs: Costs, link: Link, limit: int) -> ProgramWithTransfers:
-    """Return the program with these round trips as steps; it stays within `limit` bytes if it can.
+    """Return the program with the copies of these round trips as steps; it stays within `limit` bytes if possible.
 
     O(steps + trips * steps between).
     """
@@ -169,7 +172,8 @@ def swap(program: Program, chosen: Sequence[RoundTrip], costs: Costs, link: Link
 
 
 def most_on_host(program: Program, costs: Costs, link: Link) -> int:
-    """Return the most bytes of values on the host at a time; each counts from begin of copy out to end of copy in."""
+    """Return the peak of bytes on the host; a value counts from the beginning of its copy out to its copy back's end.
+    """
     there: dict[int, int] = {}
     now = most = 0
     for step in program.steps:
@@ -190,7 +194,7 @@ def copies_of(
     """Return the copies out and in of these round trips, numbered from `first` on.
 
     Args:
-        need: bytes at each step; values that are away are subtracted, in place.
+        need: bytes at each step; values on the host are subtracted, in place.
     """
     copies_out: list[CopyOut] = []
     copies_in: list[CopyIn] = []

@@ -1,13 +1,13 @@
-"""A simulated clock, compiled by numba, of a program with copies to the host: when steps and copies run and wait.
+"""A simulation, compiled by numba, of a program with copies to the host: when steps and copies run and wait.
 
     copy out    starts after the step at `starts`; after the step at `leaves` nothing on the device reads the value
-    release     of the value's memory, once its copy out has ended; a step that needs the memory before waits for that
+    release     frees the value's memory once its copy out has ended; a step that needs it earlier waits for that
     copy in     starts, from the step at `begins` on, as soon as the value fits into memory at all steps up to its first
-                reader, and the link is free before the step ends; the value that is read first is copied first
+                reader, and the link becomes free before the step ends; values are copied in the order of first readers
     wait        for the end of the copy in, before the first reader, at `first`
 
-The copies of each direction run one after the other, concurrently with the ops (spec/offload.md, O.3 and O.4). A trip
-is a value's way to the host and back; its two copies have its number.
+The copies of each direction run one after the other, concurrently with the ops (spec/offload.md, O.3 and O.4).
+A trip is a copy of a value to the host and its copy back; both have the trip's number.
 """
 
 from __future__ import annotations
@@ -23,48 +23,49 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 EXECUTE, OFFLOAD, RELEASE, PREFETCH, WAIT = range(5)
-_NOW, _OUT, _BACK = range(3)  # entries of `Log.clock`: the time, and when the link is free in each direction
-# Entries of `Log.counts`: events so far, begin and end of the queue, bytes in it, event at the split, peak.
+# indices in `Log.clock`: the current time, and the times at which the link is free in each direction
+_NOW, _OUT, _BACK = range(3)
+# indices in `Log.counts`: number of events, begin and end of the queue, bytes in it, first backward event, peak
 _EVENTS, _HEAD, _TAIL, _BYTES, _TURN, _PEAK = range(6)
 
 
 class CopiesOut(NamedTuple):
-    """The copies to the host, as arrays with an entry for each."""
+    """The copies to the host, as arrays with one entry for each."""
 
-    trips: Ints  # number of the trip
-    sizes: Ints  # bytes
-    starts: Ints  # position of the step after which the copy starts
-    leaves: Ints  # position of the last step that reads the value
+    trips: Ints  # number of the copy's round trip
+    sizes: Ints  # bytes of each copy
+    starts: Ints  # index of the step after which the copy starts
+    leaves: Ints  # index of the last step that reads the value
     by_start: Ints  # indices of copies, sorted by `starts`
     by_leave: Ints  # indices of copies, sorted by `leaves`
 
 
 class CopiesIn(NamedTuple):
-    """The copies to the device, as arrays with an entry for each, in the order of their first readers."""
+    """The copies to the device, as arrays with one entry for each, in the order of their first readers."""
 
-    trips: Ints  # number of the trip
-    sizes: Ints  # bytes
-    begins: Ints  # position of the first step before which the copy may start
-    first: Ints  # position of the first reader
+    trips: Ints  # number of the copy's round trip
+    sizes: Ints  # bytes of each copy
+    begins: Ints  # index of the first step before which the copy may start
+    first: Ints  # index of the first step that reads the value
 
 
 class Log(NamedTuple):
-    """All that happens in a run of the clock, and the state of the run."""
+    """The state of a simulation while it runs, and its result."""
 
-    events: Ints  # [events, 2]: a kind such as `OFFLOAD`; the position of a step, or the index of a copy
-    starts: Floats  # by event: its time in seconds
-    out: Floats  # [copies_out, 2]: start and end of each copy
-    back: Floats  # [copies_in, 2]: start and end of each copy
-    ends: Floats  # by trip: when its copy out ends; 0 for values that were on the host from the start
-    queue: Ints  # copies out whose values nothing reads any more, and whose memory is not released yet
-    lingers: Ints  # by trip: whether its copy out is in the queue
-    clock: Floats  # see `_NOW`
-    waited: Floats  # seconds that steps wait for copies out, and for copies back
-    counts: Ints  # see `_EVENTS`
+    events: Ints  # [events, 2]: a kind such as `OFFLOAD`, and the index of a step or copy
+    starts: Floats  # seconds at which each event happens
+    out: Floats  # [copies_out, 2]: start and end of each copy in seconds
+    back: Floats  # [copies_in, 2]: start and end of each copy in seconds
+    ends: Floats  # by round trip: end of its copy out in seconds; 0 for values that are on the host at first
+    queue: Ints  # copies out whose values are no longer read, but whose device memory is not freed yet
+    lingers: Ints  # by round trip: 1 if its copy out is in `queue`
+    clock: Floats  # current times, see `_NOW`
+    waited: Floats  # seconds for which steps wait for copies to the host, and for copies from it
+    counts: Ints  # counters, see `_EVENTS`
 
 
 def blank_log(steps: int, out: CopiesOut, back: CopiesIn) -> Log:
-    """Return an empty log for a run of `steps` steps with these copies."""
+    """Return an empty log for a simulation of `steps` steps with these copies."""
     events = steps + 2 * out.trips.size + 2 * back.trips.size
     trips = 1 + max(out.trips.max(initial=-1), back.trips.max(initial=-1))
     return Log(
@@ -90,14 +91,14 @@ def run(
     speeds: tuple[float, float],
     limit: int,
 ) -> Log:
-    """Simulate the steps once, and return what happens. O(steps + copies_in * steps between start and first reader).
+    """Simulate the steps once; return what happened. O(steps + copies_in * steps between start and first reader).
 
     Args:
         need: bytes at each step, without values that are on the host then; it is overwritten.
-        seconds: of each step.
-        split: position of the first step of the backward graph.
+        seconds: seconds of each step.
+        split: index of the first step of the backward graph.
         speeds: bytes per second to the host, and back.
-        limit: bytes; copies in start early, and memory is released late, only as far as steps stay within them.
+        limit: bytes; copies in start early, and memory is released late, only as far as steps stay within this limit.
     """
     log = blank_log(need.size, out, back)
     _run(need, seconds, split, out, back, speeds[0], speeds[1], limit, log)
@@ -105,7 +106,7 @@ def run(
 
 
 def events_of(log: Log) -> int:
-    """Return the number of events."""
+    """Return the number of events in a simulation."""
     return int(log.counts[_EVENTS])
 
 
@@ -115,12 +116,12 @@ def split_of(log: Log) -> int:
 
 
 def peak_of(log: Log) -> int:
-    """Return the bytes at the worst step."""
+    """Return the largest bytes at any step."""
     return int(log.counts[_PEAK])
 
 
 def time_of(log: Log) -> float:
-    """Return the seconds of the run."""
+    """Return the seconds of the simulated step."""
     return float(log.clock[_NOW])
 
 
@@ -179,7 +180,8 @@ def _run(
 
 @jit
 def _make_room(need: int, out: CopiesOut, limit: int, log: Log) -> None:
-    """Release memory whose copies out have ended; wait for more as long as a step of `need` bytes does not fit."""
+    """Free memory whose copies to the host have ended; while a step of `need` bytes does not fit, wait for more copies.
+    """
     while log.counts[_HEAD] < log.counts[_TAIL]:
         ends = log.ends[out.trips[log.queue[log.counts[_HEAD]]]]
         if ends > log.clock[_NOW] and need + log.counts[_BYTES] <= limit:
@@ -215,10 +217,12 @@ def _may_come(
 
 @jit
 def _copy(lane: int, after: float, seconds: float, span: Floats, log: Log) -> None:
-    """Run a copy after those of its direction, no earlier than `after`; write start and end to `span`.
+    """Simulate a copy that starts after earlier copies in its direction, and not before the time `after`.
+
+    Start and end are stored in `span`.
 
     Args:
-        lane: the direction: `_OUT` or `_BACK`.
+        lane: the direction, `_OUT` or `_BACK`.
     """
     span[0] = max(log.clock[_NOW], log.clock[lane], after)
     span[1] = span[0] + seconds

@@ -1,13 +1,13 @@
-"""Programs with copies to the host and back: ops run one after the other, concurrently with copies each way.
+"""Programs with copies to the host and back: ops run one after the other, concurrently with copies in each direction.
 
     offload, release   a device-to-host copy begins; it has ended, and the value's memory is freed
     prefetch, wait     memory is allocated and a host-to-device copy begins; it has ended, and its first reader may run
-    time_copies        runs the clock (`transfers.clock`), which finds when all this happens
+    time_copies        runs the clock (`transfers.clock`), which simulates when all this happens
     performed          returns the program with these events as steps, in the order in which they happen
 
-The first four are steps of the program, so memory follows from the order of the steps alone and does not depend on how
-fast copies are; only time does. A value that leaves counts on the device until its copy ends, and one that comes back
-from when its copy starts: the accounting `whole` of the simulator (spec/offload.md, O.7), op by op.
+The first four are steps of the program, so memory follows from the order of the steps alone and does not depend
+on how fast copies are; only time does. A value that is copied out counts as device memory until its copy ends,
+and one that is copied in from the beginning of its copy.
 """
 
 from __future__ import annotations
@@ -29,38 +29,44 @@ from fxremat.transfers.clock import Floats, Ints
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopy:
-    """A copy of one version of a value, or of a parameter's optimizer state.
+    """A copy between host and device of one computed tensor, or of a parameter's optimizer state.
 
     Each execution of an op makes a new version of its result.
     """
 
-    trip: int  # the copy out and the copy in of a round trip have the same number
+    trip: int  # index of the round trip to the host; a copy out and the copy back share it
     block: int
-    version: int  # the version that is copied, or of the parameter whose state is copied
-    size: int  # bytes
-    state: bool = False  # True: it is the optimizer state of a parameter
+    # the version (result of one execution) that is copied, or that of the parameter whose optimizer state is
+    # copied
+    version: int
+    size: int  # bytes that are copied
+    state: bool = False  # True if the optimizer state of a parameter is copied
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyOut(HostCopy):
     """A device-to-host copy."""
 
-    starts: int  # position of the step after which the copy starts; the update of a parameter starts it itself
-    leaves: int  # position of the last step that reads the value
+    # index of the step after which the copy starts; an optimizer update starts the copy of its parameter itself
+    starts: int
+    leaves: int  # index of the last step that reads the value
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyIn(HostCopy):
-    """A host-to-device copy, which makes a new version of the value."""
+    """A copy from the host to the device, which makes a new version of the value."""
 
-    begins: int  # position of the first step before which the copy may start
-    first: int  # position of the first step that reads the value
+    begins: int  # index of the first step before which the copy may start
+    first: int  # index of the first step that reads the value
 
 
 
 
 def need_of(program: Program, memory: Memory) -> Ints:
-    """Return the bytes needed at each step; at the first one of the backward also those between the two graphs."""
+    """Return the bytes needed at each step.
+
+    The first backward step includes what is needed before it, after the forward.
+    """
     need = np.array(memory.during, dtype=np.int64)
     if program.split < need.size:
         need[program.split] = max(need[program.split], memory.at_split)
@@ -69,17 +75,17 @@ def need_of(program: Program, memory: Memory) -> Ints:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TimedCopies:
-    """A program with copies whose times are known, before the copies become steps of the program."""
+    """A program with copies whose times were simulated, but which are not steps of the program yet."""
 
     program: Program
     copies_out: Sequence[CopyOut]
-    copies_in: Sequence[CopyIn]  # in the order of their first readers
+    copies_in: Sequence[CopyIn]  # the copies from the host, in the order in which the copied values are first read
     link: Link
     log: clock.Log
 
     @property
     def peak(self) -> int:
-        """Bytes at the worst step."""
+        """The largest bytes at any step."""
         return clock.peak_of(self.log)
 
     @property
@@ -90,7 +96,7 @@ class TimedCopies:
 
     @property
     def time(self) -> float:
-        """Seconds of the step."""
+        """Seconds of the training step."""
         return clock.time_of(self.log) + self.link.slowdown * sum(self.copying)
 
     def performed(self, costs: Costs) -> ProgramWithTransfers:
@@ -113,7 +119,7 @@ def time_copies(
     link: Link,
     limit: int,
 ) -> TimedCopies:
-    """Find when steps and copies of a program run; it stays within `limit` bytes if it can.
+    """Simulate when steps and copies of a program run; the program stays within `limit` bytes if possible.
 
     O(steps + copies_in * steps between start and first reader).
 
@@ -141,11 +147,12 @@ def _field(copies: Sequence[HostCopy], name: str) -> Ints:
 
 
 class _Writer:
-    """A translation of the events of the clock into the steps of a program."""
+    """Translates simulated events into steps of a program."""
 
     def __init__(self, timed: TimedCopies) -> None:
         self.timed, self.program = timed, timed.program
-        self.renamed: dict[int, int] = {}  # a version of the program -> the one that came back in its place
+        # version (result of one execution) -> the version that was copied back and replaces it
+        self.renamed: dict[int, int] = {}
         self.version_of = list(self.program.version_of)
         self.steps: list[Step | Transfer] = []
         self.starts: list[float] = []
@@ -180,7 +187,10 @@ class _Writer:
         )
 
     def _step(self, kind: int, number: int) -> Step | Transfer | None:
-        """Return the step that an event becomes; None for the copy out of an updated value, which its update starts."""
+        """Return the step of the program that a simulated event stands for.
+
+        None for the copy of an updated parameter to the host, which the update starts itself.
+        """
         match kind:
             case clock.EXECUTE:
                 step = self.program.steps[number]
@@ -204,7 +214,7 @@ class _Writer:
                 return self._transfer(Role.WAIT, coming, reads=self._now(coming))
 
     def _now(self, what: HostCopy) -> tuple[int, ...]:
-        """Return the present version of what is copied: the one that came back, if one did; () for optimizer state."""
+        """Return the latest version of the copied value, as a tuple; () for optimizer state."""
         return () if what.state else (self.renamed.get(what.version, what.version),)
 
     def _transfer(
@@ -222,7 +232,7 @@ class _Writer:
         return replace(transfer, state_of=self.program.version_of[what.version], takes=sign * what.size)
 
     def _copies(self) -> Iterator[tuple[tuple[Role, int], tuple[float, float]]]:
-        """Yield (role, trip), (start, end) of each copy: OFFLOAD or PREFETCH, and seconds."""
+        """Yield ((OFFLOAD or PREFETCH, number of the round trip), (start, end) in seconds) for each copy."""
         log, heard = self.timed.log, self.timed
         sides: tuple[tuple[Role, Sequence[HostCopy], Floats], ...] = (
             (Role.OFFLOAD, heard.copies_out, log.out),

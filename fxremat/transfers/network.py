@@ -3,13 +3,12 @@
     gather       starts once the network is idle and its result fits into memory at all steps up to its first reader
     reduction    starts once its operand exists; waited for when it has ended, or earlier if its memory is needed
 
-The collectives run one after the other, in the order in which they start, concurrently with the ops, as on a stream of
-NCCL's. What a collective reads and writes is held from its start to its wait, so that memory follows
-from the order of the steps alone; only time depends on how fast the link is. The order is part of the plan, and equal
-on all ranks.
+The collectives run one after the other, in the order in which they start, concurrently with the ops, as on a
+stream of NCCL's. The operands and results of a collective are held from its start to its wait, so that memory
+follows from the order of the steps, and is the same on all ranks.
 
-A collective whose result the very next ops need (tensor parallelism) is waited for at once. Gathers and reductions stay
-within the forward or the backward, whichever they belong to.
+A collective whose result the very next ops need (tensor parallelism) is waited for at once. Gathers and
+reductions stay within the forward or the backward, whichever they belong to.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program, Role, Step, Transfer
 from fxremat.step.step_graph import Op, Origin, StepGraph
 
-TRIES = 4  # limits that are tried, each lower by the bytes by which the result exceeded the budget
-TRIED = 24  # programs, fastest first, whose collectives are overlapped for one budget
-LEAST_SHARE = 0.1  # a search counts at least this share of a collective's seconds: an overlap is never perfect
+TRIES = 4  # maximum number of simulations with lower memory limits, until the result fits into the budget
+TRIED = 24  # number of programs, fastest first, for which overlap is simulated with the whole budget
+LEAST_SHARE = 0.1  # searches count at least this fraction of a collective's seconds, even if ops could hide all of it
 
 
 def communicates(graph: StepGraph) -> bool:
-    """Tell whether ops of the step are collectives."""
+    """Tell whether the step has collectives."""
     return any(op.communicates for op in graph.ops)
 
 
 def beside_ops(graph: StepGraph, costs: Costs) -> Costs:
-    """Return costs for a search, with only that share of a collective's seconds which ops cannot hide.
+    """Return costs for a search in which collectives take only the seconds that ops cannot hide.
 
-    A repeated gather occupies the network; the step takes longer only where the network is the bottleneck.
+    A repeated gather occupies the network; the step takes longer only if the network is the bottleneck.
     """
     without, network = apart(graph, costs)
     gathers = sum(costs.seconds[op.index] for op in graph.ops if op.communicates and not op.backward)
@@ -50,7 +49,7 @@ def beside_ops(graph: StepGraph, costs: Costs) -> Costs:
 
 
 def with_overlap(frontier: Frontier, costs: Costs, budget: int) -> Frontier:
-    """Return the frontier with communication that overlaps with ops, within each candidate's peak and in the budget.
+    """Return the frontier with communication overlapping with ops, within each candidate's own peak and the budget.
 
     Args:
         costs: the measured costs; the times of the candidates may come from the reduced costs of `beside_ops`.
@@ -76,7 +75,7 @@ def _overlapping(candidate: Candidate, costs: Costs, limit: int) -> Candidate:
 
 
 def overlapped(program: Program, costs: Costs, limit: int) -> ProgramWithCommunication:
-    """Return the program with collectives that are waited for later than they start, where that is faster.
+    """Return the program with collectives started earlier or waited for later, if that is faster.
 
     It stays within `limit` bytes, if the program without overlap does.
     """
@@ -94,19 +93,21 @@ def overlapped(program: Program, costs: Costs, limit: int) -> ProgramWithCommuni
     return at_once
 
 
-# --- the collectives that can move ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """A collective that need not be waited for at once; steps are given by position in the program."""
+    """A collective that can overlap with ops, together with the steps that run right before and after it.
 
-    at: int  # the collective
-    gather: bool  # False: it is a reduction
-    head: tuple[int, ...]  # steps that compute what a gather sends of parameters (casts, padding), and run with it
-    tail: tuple[int, ...]  # steps that only finish what was reduced (casts), and run after the wait
-    first: int  # the first step that reads what was gathered
-    size: int  # bytes: of the result of a gather, of the operand of a reduction
+    Steps are given by their indices in the program.
+    """
+
+    at: int  # index of the step that runs the collective
+    gather: bool  # True: a gather; False: a reduction
+    head: tuple[int, ...]  # steps that prepare parameters for an all-gather (casts, padding), and run right before it
+    tail: tuple[int, ...]  # steps (casts) that finish the result of a reduction, and run after the wait for it
+    first: int  # the first step that reads the result of a gather
+    size: int  # bytes of the result of a gather, or of the operand of a reduction
 
 
 def _units(program: Program, sizes: Sizes) -> Iterator[_Unit]:
@@ -147,13 +148,13 @@ def _bytes(program: Program, sizes: Sizes, versions: Sequence[int]) -> int:
 
 
 def _head(program: Program, at: int, writer: dict[int, int], readers: dict[int, list[int]]) -> list[int] | None:
-    """Return the steps that compute, from parameters alone, what a gather sends; None if it sends anything else.
+    """Return the steps that compute what an all-gather sends, if they read only parameters.
 
-    None too if other steps read what they compute.
+    None if anything else is sent, or if other steps read their results.
 
     Args:
-        writer: version -> the step that makes it.
-        readers: version -> the steps that read it.
+        writer: version (result of one execution) -> index of the step that computes it.
+        readers: version -> indices of the steps that read it.
     """
     found: set[int] = set()
     stack = list(program.steps[at].reads)
@@ -179,10 +180,10 @@ def _head(program: Program, at: int, writer: dict[int, int], readers: dict[int, 
 
 
 def _tail(program: Program, at: int, readers: dict[int, list[int]]) -> list[int] | None:
-    """Return the steps that turn a reduction's result into what the caller gets; None if other steps need it.
+    """Return the steps that turn a reduction's result into the returned gradient; None if other steps read it.
 
     Args:
-        readers: version -> the steps that read it.
+        readers: version (result of one execution) -> indices of the steps that read it.
     """
     found: list[int] = []
     mine = set(program.steps[at].writes)
@@ -202,23 +203,23 @@ def _tail(program: Program, at: int, readers: dict[int, list[int]]) -> list[int]
     return sorted(found) if all(program.version_of[v] in returned for v in ends) else None
 
 
-# --- the clock --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Run:
-    """The result of a simulation: the order of steps and waits, and times in seconds."""
+    """The result of a simulation: steps and waits in order, and times in seconds."""
 
-    events: list[tuple[bool, int]] = field(default_factory=list)  # (is a wait, position of the step or of its start)
+    # (True if this is the wait for a collective, index of the step that runs or of the collective waited for)
+    events: list[tuple[bool, int]] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
-    split: int = 0  # the first event of the backward
-    now: float = 0.0  # the time
-    spans: dict[int, tuple[float, float]] = field(default_factory=dict)  # start and end, by collective
-    waited: dict[int, float] = field(default_factory=dict)  # seconds that ops wait, by collective
+    split: int = 0  # index of the first event of the backward
+    now: float = 0.0  # current time in seconds
+    spans: dict[int, tuple[float, float]] = field(default_factory=dict)  # collective -> seconds of its start and end
+    waited: dict[int, float] = field(default_factory=dict)  # collective -> seconds for which ops wait for it
 
 
 class _Spread:
-    """One simulation of a program whose collectives overlap with ops, within `limit` bytes where possible."""
+    """Simulates a program whose collectives overlap with ops, within `limit` bytes if possible."""
 
     def __init__(self, program: Program, costs: Costs, limit: int, *, units: Sequence[_Unit]) -> None:
         self.program, self.limit = program, limit
@@ -229,9 +230,9 @@ class _Spread:
         self.need = np.array(memory.during, dtype=np.int64)
         if program.split < self.need.size:
             self.need[program.split] = max(self.need[program.split], memory.at_split)
-        self.free = 0.0  # the time at which the network is free
-        self.lingering = 0  # bytes of the operands of `pending`
-        self.pending: list[_Unit] = []  # reductions that were not waited for yet
+        self.free = 0.0  # seconds at which the network becomes free
+        self.lingering = 0  # bytes of the operands of the reductions in `pending`
+        self.pending: list[_Unit] = []  # reductions that have started and are not waited for yet
         self.found = _Run()
 
     def run(self) -> _Run:
@@ -327,7 +328,7 @@ class _Spread:
 
 
 def _result(program: Program, found: _Run, costs: Costs) -> ProgramWithCommunication:
-    """Return the program with steps and waits in the order of a simulation. O(steps)."""
+    """Return the program with steps and waits in the simulated order. O(steps)."""
     steps: list[Step | Transfer] = []
     for wait, position in found.events:
         step = program.steps[position]
@@ -353,13 +354,13 @@ def _result(program: Program, found: _Run, costs: Costs) -> ProgramWithCommunica
 
 
 def _completed(program: Program, step: Step | Transfer, trip: int) -> Transfer:
-    """Return the step that waits for a collective; it reads operands and results, which are held until then."""
+    """Return the step that waits for a collective; it reads operands and results, which keeps them alive until then."""
     assert step.op is not None
     return Transfer(step.block, Role.COMPLETE, trip, (*step.writes, *_held(program, step)), ())
 
 
 def _held(program: Program, step: Step | Transfer) -> tuple[int, ...]:
-    """Return the operands that a collective reads until its end; () for an all-reduce, which works on its result."""
+    """Return the operands that a collective reads until its end; () for an all-reduce, which works in place."""
     op = _op(program, step)
     if op.overwrites is not None or op.target.startswith("collective all_reduce"):
         return ()

@@ -1,15 +1,16 @@
-"""Candidates with copies to the host: programs whose values may wait there, with their times.
+"""Candidates with copies to the host, and their simulated times.
 
-    sources   programs of the survey, from keep-all (no recomputation) to programs that recompute much
+    sources   programs of the Pareto frontier, from keep-all (no recomputation) to programs that recompute much
     budgets   from keep-all's peak down to the least that is possible with all possible values on the host
-    each      the values to send so that a source fits (`transfers.activations.cap`), timed; the fastest source counts
+    each      for each source and budget, the values to copy so that it fits (`transfers.activations.cap`), and the
+              simulated time; the fastest source counts
 
-The resulting frontier mixes recomputing and offloading: recomputing decides which values there are to send. A candidate
-that offloading makes neither faster nor smaller stays as it was.
+The resulting frontier mixes recomputing and offloading. A candidate that offloading makes neither faster nor
+smaller stays unchanged.
 
-A solver of chains that offloads (pofo, offload_dp, ...) can be asked for by name instead: its schedule says what
-leaves, and the simulated clock (`transfers.clock`) says when. If the program needs more memory than the chain
-estimated, more values leave.
+The user can instead name a solver of chains that offloads (pofo, offload_dp, ...): its schedule decides which
+values are copied, and the simulated clock (`transfers.clock`) when. If the program needs more memory than the
+solver estimated, more values are copied.
 """
 
 from __future__ import annotations
@@ -41,29 +42,29 @@ from fxremat.transfers.activations import (
 from fxremat.transfers.clock import Floats, Ints
 from fxremat.transfers.copies import TimedCopies, durations, need_of, time_copies
 
-SOURCES = 16  # programs whose values are sent
+SOURCES = 16  # maximum number of programs to which copies to the host are added
 STEP = 1.03  # ratio of successive budgets
-COARSE_STEP = 1.12  # ratio of successive budgets for a solver of chains
-SPARE = (1.0, 0.93, 0.85)  # shares of the budget into which the choice has to fit: smaller ones mean more copies, fewer
-# waits
+COARSE_STEP = 1.12  # ratio of successive budgets for which a named solver is run
+# fractions of the budget for which offloaded values are chosen; with smaller ones, ops wait less for copies
+SPARE = (1.0, 0.93, 0.85)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """A program as a starting point for offloading, with the values that can be sent to the host."""
+    """A program as a starting point for offloading, with the values that can be copied to the host."""
 
     candidate: Candidate
     program: Program
     need: Ints  # bytes at each step
-    seconds: Floats  # of each step
-    trips: Sequence[RoundTrip]  # the values that may go to the host and come back
+    seconds: Floats  # seconds of each step
+    trips: Sequence[RoundTrip]  # the values that can be copied to the host and back
 
     @classmethod
     def of(cls, candidate: Candidate, costs: Costs, least: int) -> Source:
-        """Return a candidate as a starting point for offloading: its program, times and memory.
+        """Prepare a candidate for offloading: its program, and the times and memory of its steps.
 
         Args:
-            least: bytes; values of at least this size may go to the host and come back.
+            least: bytes; only values of at least this size are copied.
         """
         program = candidate.program()
         need = need_of(program, live_bytes(program, costs.sizes))
@@ -77,7 +78,7 @@ class Source:
 
     @property
     def least(self) -> int:
-        """Bytes that the program needs with all possible values on the host."""
+        """The peak in bytes of the program if all values that can be offloaded are on the host."""
         need = self.need.copy()
         for trip in self.trips:
             need[trip.away] -= trip.size
@@ -86,11 +87,11 @@ class Source:
     def within(
         self, budget: int, link: Link, host_mem: int | None, faster_than: float
     ) -> Iterator[TimedCopies]:
-        """Yield this program with copies to the host, in ways that fit into `budget` bytes.
+        """Yield variants of this program, with copies to the host, that fit into `budget` bytes.
 
         Args:
             host_mem: bytes that may be on the host at a time. None: no limit.
-            faster_than: seconds; slower ways are left out.
+            faster_than: seconds; slower versions are left out.
         """
         seen: set[tuple[RoundTrip, ...]] = set()
         for share in SPARE:
@@ -98,7 +99,8 @@ class Source:
             if chosen is None or tuple(chosen) in seen:
                 continue
             seen.add(tuple(chosen))
-            there = sum(link.on_host(trip.size) for trip in chosen)  # at the split
+            # bytes of offloaded activations on the host between forward and backward
+            there = sum(link.on_host(trip.size) for trip in chosen)
             if host_mem is not None and there > host_mem:
                 continue
             need = self.need.copy()
@@ -109,11 +111,11 @@ class Source:
 
 
 def with_offloading(frontier: Frontier, costs: Costs, link: Link, host_mem: int | None = None) -> Frontier:
-    """Return the frontier with candidates added that copy values to the host; beaten candidates are dropped.
+    """Return the Pareto frontier with candidates added that copy values to the host.
 
     Args:
-        costs: the costs that the frontier's times are in.
-        host_mem: bytes that may wait on the host at a time. None: no limit.
+        costs: the costs that the frontier's times were computed with.
+        host_mem: bytes that may be on the host at a time. None: no limit.
     """
     least = least_size(frontier.keep_all.peak)
     sources = [Source.of(p, costs, least) for p in frontier.spread(SOURCES)]
@@ -124,13 +126,13 @@ def with_offloading(frontier: Frontier, costs: Costs, link: Link, host_mem: int 
 def with_schedules(
     frontier: Frontier, costs: Costs, link: Link, solver: str, slots: int, host_mem: int | None = None
 ) -> Frontier:
-    """Return the frontier of keep-all and the schedules that a solver of chains with offloading finds.
+    """Return the Pareto frontier of keep-all and the schedules that a solver of chains with offloading finds.
 
-    It is asked for a range of budgets, for the chains of the fastest and of the smallest candidate.
+    It is run for a range of budgets, on the chains of the fastest and of the smallest candidate.
 
     Args:
         solver: the name of the solver.
-        slots: the number of units into which it divides the memory.
+        slots: the number of levels to which it rounds memory.
         host_mem: bytes that may be on the host at a time. None: no limit.
     """
     found = [frontier.keep_all]
@@ -159,7 +161,8 @@ def _proposed(
 def _scheduled(
     layout: Layout, schedule: Schedule, budget: int, costs: Costs, link: Link
 ) -> Iterator[ProgramWithTransfers]:
-    """Yield a schedule as a program with its copies; then, if that exceeds the budget, with more values sent."""
+    """Yield a schedule with its copies as a program; if it exceeds the budget, also one that offloads more values.
+    """
     program, chosen = trips_of(layout, schedule, costs)
     yield swap(program, chosen, costs, link, budget)
     need = need_of(program, live_bytes(program, costs.sizes))
@@ -187,7 +190,7 @@ def _swapped(
         for source in sources:
             fastest = best[1].time if best else without
             if source.candidate.peak <= budget or fastest <= source.candidate.time:
-                break  # later sources are slower, and copies make none of them faster
+                break  # later sources are slower without copies, and copies add time
             for timed in source.within(int(budget), link, host_mem, fastest):
                 if best is None or timed.time < best[1].time:
                     best = source.candidate, timed

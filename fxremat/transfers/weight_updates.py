@@ -1,10 +1,10 @@
-"""Plans for steps that hold weights, gradients, optimizer state and activations inside the budget.
+"""Plans for steps whose budget covers weights, gradients, optimizer state and activations.
 
-    sources    programs of the survey, from keep-all (no recomputation) to programs that recompute much
-    each       with the weight updates added, and as little sent to the host as makes it fit (`transfers.weights`)
-    chosen     the fastest by the simulated times (`transfers.clock`)
+    sources    programs of the Pareto frontier, from keep-all (no recomputation) to programs that recompute much
+    each       with the weight updates added, and as little copied to the host as makes it fit (`transfers.weights`)
+    chosen     the fastest by simulated times (`transfers.clock`)
 
-Weights and activations share the budget; trying several sources finds how.
+How weights and activations share the budget is found by trying several sources.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.activations import least_size, trips
 from fxremat.transfers.weights import Choice, choose, hosted, step_bytes, update_inside
 
-SOURCES = 16  # programs that are tried
-SPARE = (1.0, 0.95, 0.9)  # shares of the budget into which the choice has to fit: smaller ones mean fewer waits
+SOURCES = 16  # number of programs that are tried
+# fractions of the budget for which copies are chosen; with smaller ones, ops wait less for copies
+SPARE = (1.0, 0.95, 0.9)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
     """A plan for a step that updates its weights."""
 
-    candidate: Candidate  # its program has the updates and copies of parameters
+    candidate: Candidate  # a candidate whose program includes the updates and copies of parameters
     choice: Choice
     minimum: int  # bytes: the least peak of any plan
     step_bytes: int  # bytes: the peak of `optimizer.step()`, where that updates the parameters; else 0
@@ -51,19 +52,19 @@ def best_within(
     values_too: bool = False,
     host_mem: int | None = None,
 ) -> Trained:
-    """Return the fastest plan whose peak, with weights and state on the device, is within `budget` bytes.
+    """Return the fastest plan whose peak, with weights and optimizer state on the device, is within `budget` bytes.
 
     Args:
         units: the cost of each parameter's update.
-        settled: the parameters that live on the host, if an earlier plan has chosen them; None: they are chosen here.
-        values_too: whether forward values may wait on the host as well.
+        settled: the parameters that an earlier plan has moved to the host; None: they are chosen here.
+        values_too: True: activations may be copied to the host as well.
         host_mem: bytes that may be on the host at a time. None: no limit.
 
     Raises:
-        BudgetTooSmall: no plan fits; `.minimum` is the least that some plan needs.
+        BudgetTooSmall: no plan fits; `.minimum` is the least budget of any plan.
     """
     best: Trained | None = None
-    tightest: Trained | None = None  # all that can be is on the host, and comes at the last moment
+    tightest: Trained | None = None  # the plan of least memory: all it can offload is on the host
     least: int | None = None
     smallest = least_size(frontier.keep_all.peak)
     for source in frontier.spread(SOURCES):
@@ -110,6 +111,6 @@ def _trained(
 
 
 def resident_peak(candidate: Candidate, units: Sequence[ParameterUpdate], costs: Costs) -> int:
-    """Return the peak in bytes of a candidate's step with its updates, with all weights and state on the device."""
+    """Return the peak in bytes of a candidate's step with its updates, if all weights and state are on the device."""
     inside = live_bytes(update_inside(candidate.program(), units), costs.sizes).peak
     return max(inside, step_bytes(units, frozenset()))

@@ -2,13 +2,13 @@
 
     update     right after the last step that reads the parameter or writes its gradient
     resident   a parameter that stays on the device, with its optimizer state: bytes in every step
-    hosted     a parameter on the host: it comes before its first reader (and once more after the split, if it is
-               released in between), is updated, and goes back
-    state      the optimizer state of a hosted parameter: it is copied by itself, before the update and back after it
+    hosted     a parameter on the host: it is copied in before its first reader (and again in the backward, if it is
+               released in between), updated, and copied back
+    state      the optimizer state of a hosted parameter: it is copied separately, before the update and after it
 
-What is on the host is chosen greedily, by the bytes above the limit that it removes for each byte that is copied, as in
-Algorithm 1 of Beaumont et al., Weight Offloading Strategies for Training Large DNN Models (2022). Forward values that
-may wait on the host compete by the same measure. The simulated clock decides when each comes (`transfers.clock`).
+What is kept on the host is chosen greedily, by the bytes above the limit that it removes for each byte that is
+copied, as in Algorithm 1 of Beaumont et al., Weight Offloading Strategies for Training Large DNN Models (2022).
+Activations compete by the same measure. The simulated clock decides when each copy runs (`transfers.clock`).
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ from fxremat.transfers.copies import CopyIn, CopyOut, TimedCopies, durations, ne
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The choice of what waits on the host: parameters, and forward values between last use and backward."""
+    """What is stored on the host: parameters with their optimizer state, and activations until the backward."""
 
-    hosted: frozenset[int]  # parameters that live on the host
-    twice: frozenset[int] = frozenset()  # hosted parameters that leave between forward and backward as well
-    trips: tuple[RoundTrip, ...] = ()  # forward values that wait on the host until the backward
+    hosted: frozenset[int]  # parameters that are stored on the host
+    # of these, the parameters that are also freed on the device between forward and backward (copied in twice a step)
+    twice: frozenset[int] = frozenset()
+    trips: tuple[RoundTrip, ...] = ()  # activations that are copied to the host until the backward
 
 
 
 
 def update_inside(program: Program, units: Iterable[ParameterUpdate]) -> Program:
-    """Return the program with an update of every parameter in `units`, all of which stay on the device. O(steps)."""
+    """Return the program with an optimizer update for each parameter in `units`, all of them on the device. O(steps).
+    """
     if any(isinstance(step, Transfer) for step in program.steps):
         raise FxrematError("updates come before transfers: this program has transfers already")
     graph = program.layout.graph
@@ -86,7 +88,7 @@ def step_bytes(units: Iterable[ParameterUpdate], away: Set[int]) -> int:
 
 @dataclass(frozen=True)
 class _Visits:
-    """The positions of the first and last step that use a parameter, in the forward (None: none) and the backward."""
+    """The indices of the first and last step that read a parameter, in the forward (None if none does) and backward."""
 
     forward: tuple[int, int] | None
     backward: tuple[int, int]
@@ -101,17 +103,18 @@ def _visits(program: Program, unit: ParameterUpdate) -> _Visits:
 
 @dataclass(frozen=True, eq=False)
 class _Move:
-    """One more thing that may be sent to the host: a parameter with its state, or a forward value."""
+    """Something that can be moved to the host: a parameter with its optimizer state, or an activation."""
 
     what: ParameterUpdate | RoundTrip
-    removed: Ints  # bytes that it no longer occupies, at each step from `start` on
-    start: int  # position of a step
-    moved: int  # bytes copied for it in a step, both ways
-    host: int  # bytes that it occupies on the host
-    then: _Move | None = None  # the move that this one makes possible: to leave between forward and backward too
+    removed: Ints  # bytes that the parameter no longer occupies on the device, at each step from `start` on
+    start: int  # index of the first step in `removed`
+    moved: int  # bytes copied for the parameter in one training step, in both directions
+    host: int  # bytes that the parameter occupies on the host
+    # the further move that this one makes possible: to be on the host between forward and backward too
+    then: _Move | None = None
 
     def profit(self, excess: Ints) -> float:
-        """Return the bytes above the limit that the move removes, over all steps, for each byte that is copied.
+        """Return the bytes above the limit that the move removes, summed over all steps, per byte that it copies.
 
         Args:
             excess: bytes above the limit at each step.
@@ -137,15 +140,18 @@ def choose(
     settled: frozenset[int] | None = None,
     host_mem: int | None = None,
 ) -> tuple[Choice, bool]:
-    """Choose what waits on the host so that the program fits into `limit` bytes; return it, and whether it then fits.
+    """Choose which parameters and state are on the host so that the program fits into `limit` bytes.
 
-    The most profitable move comes first, by lazy evaluation: a move is worth no more after others than before.
+    Return the choice, and whether the program fits.
+
+    The most profitable move is made first. Profits are evaluated lazily, since other moves can only lower them.
 
     Args:
         units: the parameters that the step updates.
-        possible: forward values that may wait on the host.
+        possible: activations that can be copied to the host.
         settled: the parameters on the host, if they are chosen already; None: they are chosen here.
-        host_mem: bytes that may be on the host at a time: parameters and their state always, values at the split.
+        host_mem: bytes that may be on the host at a time: parameters and their state always, activations between
+            forward and backward.
     """
     excess = need_of(program, live_bytes(program, costs.sizes)) - limit
     room = float("inf") if host_mem is None else host_mem
@@ -196,7 +202,7 @@ def _hosting(program: Program, unit: ParameterUpdate, link: Link, steps: int) ->
 
 
 def _still_needed(made: Sequence[_Move], excess: Ints, settled: Set[int]) -> list[_Move]:
-    """Return the moves without unnecessary ones, smallest dropped first; moves of one parameter go together.
+    """Return the moves that are necessary, dropping the smallest first; moves of one parameter are dropped together.
 
     Args:
         settled: parameters that stay on the host in any case.
@@ -228,10 +234,11 @@ def _choice(made: Sequence[_Move]) -> Choice:
 
 
 def _removed(unit: ParameterUpdate, visits: _Visits, count: int, *, hosted: bool) -> Ints:
-    """Return the bytes that are saved at each of `count` steps by keeping a parameter on the host.
+    """Return the bytes saved at each of `count` steps by keeping a parameter on the host.
 
     Args:
-        hosted: it is there already; what is saved by sending it back between forward and backward, too.
+        hosted: True: it is on the host already; return what is saved by copying it back between forward and backward
+            too.
     """
     removed = np.zeros(count, dtype=np.int64)
     if hosted:
@@ -264,7 +271,7 @@ def hosted(
 
 
 class _Trips:
-    """The copies of parameters that live on the host; `need` grows while they are on the device."""
+    """Collects the copies of parameters stored on the host; `need` includes parameters while they are on the device."""
 
     def __init__(self, program: Program, need: Ints) -> None:
         self.program, self.need = program, need
@@ -272,7 +279,7 @@ class _Trips:
         self.copies_out: list[CopyOut] = []
 
     def add_weight(self, unit: ParameterUpdate, *, twice: bool) -> None:
-        """Copy a parameter in before its first reader, and once more after the split if it leaves in between."""
+        """Copy a parameter to the device before its first reader, and again in the backward if it leaves in between."""
         visits = _visits(self.program, unit)
         spans = [span for span in (visits.forward, visits.backward) if span is not None]
         if not twice:

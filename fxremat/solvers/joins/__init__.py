@@ -1,7 +1,7 @@
-"""Solvers of joins: the canonical form of uniform joins, or one chain. `simulate_join` evaluates both.
+"""Solvers for joins of chains (branches that meet in a trunk or loss); `simulate_join` evaluates their schedules.
 
-    best_canonical    branches alternate; each part of a branch that is left for later first is finished last
-    best_linear       one branch after the other, as one chain, in several orders and for several budgets
+    best_canonical    branches may alternate; the part of a branch that is postponed first is finished last
+    best_linear       branches run one after the other, as one chain; several orders and budgets are tried
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,17 +17,22 @@ from fxremat.solvers.joins.linear import chain_of, translated
 from fxremat.solvers.table import grain
 
 __all__ = ["best_canonical", "best_linear"]
-_ORDERS = 6  # orders of branches that are tried
-_ROUNDED_UP = (1.0, 1.02, 1.05)  # factors of the budget that a table is built for, to make up for rounding sizes up
-_FEWEST = 4  # schedules of a list that are tried at least, whatever the effort
-_QUICK = 1.0  # seconds that tables may run, whatever the effort
-_LONGEST = 10  # ops for each block: longer schedules are not tried
-_OP_SECONDS = 1e-4  # to simulate an op of a join, about
-_ROOMS = (1.0, 1.1, 1.25, 1.5, 2.0)  # factors of the budget for the one chain, which overestimates memory
+_ORDERS = 6  # maximum number of orders of the branches that are tried
+# multiples of the budget for which tables are built, since rounding sizes up to slots wastes memory
+_ROUNDED_UP = (1.0, 1.02, 1.05)
+_FEWEST = 4  # minimum number of schedules of a list that are tried, whatever the effort
+_QUICK = 1.0  # seconds of table building that are always allowed, whatever the effort
+_LONGEST = 10  # longer schedules, in ops per block, are not tried
+_OP_SECONDS = 1e-4  # approximate seconds to simulate one op of a join
+# multiples of the budget that are tried, since treating the join as one chain overestimates its memory
+_ROOMS = (1.0, 1.1, 1.25, 1.5, 2.0)
 
 
 def best_canonical(join: Join, mem: int, slots: int = 200) -> JoinTimeline:
-    """Return the simulated schedule of the canonical form. Raises `BudgetTooSmall`."""
+    """Return the simulation of the best schedule of the canonical form found. Raises `BudgetTooSmall` if none fits.
+
+    In the canonical form, the part of a branch that is postponed first is finished last.
+    """
     chains = [*join.branches, *([join.trunk] if join.trunk else [])]
     full, steps, exact = _steps(chains, mem, slots)
     found = []
@@ -38,19 +43,22 @@ def best_canonical(join: Join, mem: int, slots: int = 200) -> JoinTimeline:
 
 
 def _steps(chains: Sequence[Chain], mem: int, slots: int) -> tuple[int, int, bool]:
-    """Return (bytes, slots, exact) for a table of `mem` bytes; exact: each size is a whole number of slots."""
+    """Return (bytes, slots, exact) for a table of `mem` bytes, which are divided into slots of equal size.
+
+    `exact` is True if each size is a whole number of slots.
+    """
     unit = gcd(*map(grain, chains))
     steps = max(1, mem // unit)
     return (steps * unit, steps, True) if steps <= slots else (mem, slots, False)
 
 
 def best_linear(join: Join, mem: int, slots: int = 200, *, effort: float = inf) -> JoinTimeline:
-    """Return the fastest schedule of the join as one chain, over orders and budgets. Raises `BudgetTooSmall`.
+    """Return the fastest schedule of the join treated as one chain, over several orders and budgets.
 
-    It builds tables of all orders for all budgets if they need no more than `effort` seconds by an estimate, or of
-    fewer orders if those do; otherwise it tries periodic and binomial schedules of the one chain, since some hundred
-    blocks of it are too many for a table. What is tried depends neither on the clock nor on `mem`, so that the minimum
-    in the error works.
+    Tables are built for all orders and budgets if that takes at most `effort` seconds by an estimate, or for
+    fewer orders if that does; otherwise periodic and binomial schedules of the one chain are tried, since some
+    hundred blocks are too many for a table. What is tried depends neither on the clock nor on `mem`, so that
+    the minimum in the error `BudgetTooSmall` works as a budget.
     """
     orders = list(islice(permutations(range(len(join.branches))), _ORDERS))
     affordable = int(min(_ORDERS, max(effort, _QUICK) / _table_seconds(chain_of(join, orders[0]), slots)))
@@ -59,7 +67,7 @@ def best_linear(join: Join, mem: int, slots: int = 200, *, effort: float = inf) 
     for order in orders[:affordable]:
         chain = chain_of(join, order)
         least = max(1, input_drop.build(chain, 1, 1).least)
-        smallest.append(_linear(join, order, chain, least, slots))  # these do not depend on `mem`
+        smallest.append(_linear(join, order, chain, least, slots))  # these schedules do not depend on `mem`
         for room in _ROOMS:
             if mem * room >= least:
                 others.append(_linear(join, order, chain, int(mem * room), slots))
@@ -72,13 +80,16 @@ def best_linear(join: Join, mem: int, slots: int = 200, *, effort: float = inf) 
 
 
 def _table_seconds(chain: Chain, slots: int) -> float:
-    """Estimate the seconds that `best_linear` takes to build all tables for one order of branches."""
+    """Estimate the seconds that `best_linear` needs for all tables of one order of branches."""
     splits = len(chain) * float(sum(len(block.choices) for block in chain.blocks)) ** 2 / 6
     return (2 + len(_ROOMS)) * splits * (1e-7 + 1e-9 * slots)
 
 
 def _listed(join: Join, order: Sequence[int], effort: float) -> Iterator[JoinTimeline]:
-    """Yield periodic and binomial schedules of the join as one chain, simulated on the join, as `effort` allows."""
+    """Yield simulations of periodic and binomial schedules of the join treated as one chain.
+
+    There are as many as `effort` allows.
+    """
     chain = chain_of(join, order)
     count = max(_FEWEST, int(effort / (_OP_SECONDS * 4 * len(chain))))
     for proposed in (periodic.schedules(chain), binomial.schedules(chain)):
@@ -88,7 +99,7 @@ def _listed(join: Join, order: Sequence[int], effort: float) -> Iterator[JoinTim
 
 
 def _linear(join: Join, order: Sequence[int], chain: Chain, mem: int, slots: int) -> JoinTimeline:
-    """Return the schedule of the join as one chain for `mem` bytes, simulated on the join; it may not fit there."""
+    """Return the simulation of the best schedule of the join treated as one chain for `mem` bytes; it may need more."""
     full, steps, _ = _steps([chain], mem, slots)
     schedule = input_drop.build(chain, full, steps).schedule(mem, full=full)
     return simulate_join(join, translated(join, order, schedule))

@@ -1,7 +1,8 @@
-"""Checkpointing of unequal chains that meet in a trunk or a loss, by schedules of the canonical form.
+"""Checkpointing of unequal chains that meet in a trunk or a loss, by dynamic programming over canonical schedules.
 
-That form is optimal for uniform joins, whose blocks are all alike; here each block has its own seconds and bytes. a_p
-is the output of block p of a branch, A_p all that its backward reads.
+In a schedule of the canonical form, the part of a branch that is postponed first is finished last. The form is
+optimal for uniform joins, whose blocks are all alike; here each block has its own seconds and bytes. a_p is the
+output of block p of a branch, A_p all that its backward reads.
 
     cost[p, f, m]   least recomputation to run all that is right of a_{p_k} on each branch k, forward and backward,
                     in m bytes; a_{p_k} is stored and counted in m if f_k = 1, and part of A_{p_k}, counted
@@ -40,40 +41,42 @@ from fxremat.solvers.rows import least
 from fxremat.solvers.sizes import Floats, Ints
 
 _NEVER = 1 << 60
-_ENTRIES = 1 << 27  # most costs that a table may hold: 8 bytes each, 1 GiB
-_STEP = 256  # states that are filled between two moments at which an interrupt can be handled
+_ENTRIES = 1 << 27  # maximum number of costs in a table: 8 bytes each, 1 GiB
+_STEP = 256  # number of states filled between two moments at which an interrupt can be handled
 
 
 class BranchSteps(NamedTuple):
-    """Every step that a branch may take: those of branch k from position p are first[k, p] .. first[k, p + 1] - 1.
+    """All steps that branches may take; those of branch k from block p on are first[k, p] .. first[k, p + 1] - 1.
 
     Memory is in bytes or in slots.
     """
 
     first: Ints
-    to: Ints  # the position of the branch after the step
-    own: Ints  # f of the branch after the step: 1 if a_to is stored by itself, 0 if it is part of A_to
-    need: Ints  # memory of the step's forwards, beyond all inputs
-    take: Ints  # memory of A_to, if the step saves it; else 0
+    to: Ints  # block at which the branch is after the step
+    own: Ints  # 1 if the output of block `to` is then stored by itself, 0 if it is part of what block `to` saved
+    need: Ints  # memory needed by the step's forwards, beyond all inputs
+    take: Ints  # memory of what block `to` saves, if the step saves it; else 0
     base: Floats  # seconds of recomputation
-    low: Ints  # the least memory of the step's tail: the ops that finish its blocks in the backward
+    low: Ints  # least memory of the ops that finish the step's blocks in the backward
 
 
 class HeldBytes(NamedTuple):
-    """Memory that is held in addition to what a step needs, in bytes or in slots."""
+    """Memory in use in addition to what a step itself needs, in bytes or in slots."""
 
-    lengths: Ints  # blocks of each branch
-    out: Ints  # [k, l]: a_l of branch k
-    phase: Ints  # [k, t]: what branch k holds while its gradient is d_t
-    ends: int  # before the forward/backward split, held by the last blocks of all branches
-    before: int  # `ends` plus the gradient of the trunk: held while the branches run
-    after: int  # the weight gradients of the trunk, after the split
-    turn: int  # gradients that the loss writes; 0 if there is a trunk
-    trunk_low: int  # the least memory of the trunk
+    lengths: Ints  # number of blocks of each branch
+    out: Ints  # [k, l]: output of block l of branch k
+    phase: Ints  # [k, t]: memory in use by branch k between its backwards t + 1 and t
+    ends: int  # memory of the last blocks of all branches before the first backward
+    before: int  # `ends` plus the gradient of the trunk: in use while the branches run forward
+    after: int  # weight gradients of the trunk (the blocks that join the branches), in use after its backward
+    turn: int  # gradients that the loss writes; 0 if the branches end in further blocks (a trunk) instead
+    trunk_low: int  # least memory of the trunk (the blocks after the branches)
 
 
 class BranchStep(NamedTuple):
-    """A step of a branch: run blocks s..to, and save the last one under `option`, counted over all blocks; -1: do not.
+    """A step of a branch: run blocks s..to, and save the last one with `option`, an index over all blocks.
+
+    option = -1: do not save it.
     """
 
     s: int
@@ -83,19 +86,20 @@ class BranchStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CanonicalTable:
-    """Costs of a join for every budget up to `mem` bytes, in `slots` steps."""
+    """Least recomputation time of a join for every budget up to `mem` bytes, which are divided into `slots` levels."""
 
     join: Join
     mem: int
     slots: int
-    least: int  # bytes: no smaller budget has a schedule
-    curve: Floats  # curve[k]: seconds of recomputation within k slots, infinite if nothing fits
-    read: Callable[[int, int], JoinSchedule]  # (bytes, bytes that `slots` stand for)
+    least: int  # smallest budget in bytes with a schedule
+    curve: Floats  # [k]: seconds of recomputation within k slots; infinite if nothing fits
+    # returns a schedule, given (budget in bytes, bytes that all slots stand for)
+    read: Callable[[int, int], JoinSchedule]
 
     def schedule(self, budget: int, *, full: int | None = None) -> JoinSchedule:
-        """Return a schedule that fits in `budget` bytes, the fastest of the table; `full` as in `Table.schedule`.
+        """Return the fastest schedule that fits into `budget` bytes; `full` is explained at `Table.schedule`.
 
-        Raises `BudgetTooSmall`.
+        Raises `BudgetTooSmall` if there is none.
         """
         if budget < self.least:
             raise BudgetTooSmall(minimum=self.least, budget=budget)
@@ -136,7 +140,7 @@ def build(join: Join, mem: int, slots: int) -> CanonicalTable:
 
 
 def _trunk(join: Join, trunk: Chain) -> Chain:
-    """Return the trunk as a chain whose input is the last values of all branches, with their sizes and gradients."""
+    """Return the trunk (the blocks after the branches) as a chain whose input is the outputs of all branches."""
     ends = [branch.blocks[-1] for branch in join.branches]
     return replace(
         trunk,
@@ -150,7 +154,7 @@ def _numbered(join: Join) -> list[tuple[int, BranchStep]]:
 
 
 def _kinds(chain: Chain) -> list[BranchStep]:
-    """Return all steps that a branch may take, sorted by the block that they start with."""
+    """Return all steps that a branch may take, sorted by their first block."""
     numbers = np.cumsum([0, *(len(block.choices) for block in chain.blocks)]).tolist()
     return [
         kind
@@ -167,12 +171,16 @@ def _kinds(chain: Chain) -> list[BranchStep]:
 
 
 def _row(chain: Chain, kind: BranchStep) -> tuple[int, int]:
-    """Return the row of the table of input_drop whose ops finish a step's blocks in the backward."""
+    """Return the index of the row, in the branch's own table, of the ops that finish a step's blocks in the backward.
+    """
     return kind.s, kind.to if kind.option < 0 else len(chain) + 1 + kind.option
 
 
 def _costs(solved: Tails, kind: BranchStep) -> Floats:
-    """Return, for 0..slots slots, the seconds of recomputation to finish a step; its input is not counted in them."""
+    """Return the seconds of recomputation to finish a step's blocks, for each number of memory slots from 0 to `slots`.
+
+    The step's input is stored in addition.
+    """
     if kind.option >= 0 and kind.s == kind.to:
         need = solved.sizes.phase[kind.s] + solved.sizes.back[kind.option]
         return np.where(np.arange(solved.slots + 1) >= need, 0.0, np.inf)
@@ -180,7 +188,7 @@ def _costs(solved: Tails, kind: BranchStep) -> Floats:
 
 
 def _steps(solved: list[Tails], *, exact: bool) -> BranchSteps:
-    """Return the steps of all branches, in bytes or in slots."""
+    """Return the steps of all branches, with memory in bytes if `exact`, else in slots."""
     longest = max(len(one.chain) for one in solved)
     first = np.zeros((len(solved), longest + 2), dtype=np.int64)
     entries = []
@@ -196,7 +204,7 @@ def _steps(solved: list[Tails], *, exact: bool) -> BranchSteps:
                 need, take = max(sizes.run[s, j - 1], sizes.save_next[o]), sizes.saved[o]
                 base = sizes.forward[j - 1] - sizes.forward[s - 1] + sizes.extra[o]
             entries.append((j, int(o < 0), need, take, base, one.low[_row(one.chain, kind)]))
-            first[k, s] = len(entries)  # temporarily the end of those from s - 1
+            first[k, s] = len(entries)  # for now, the end of the steps from block s - 1
         first[k, n:] = len(entries)
         first[k, 0] = first[k - 1, -1] if k else 0
     to, own, needs, takes, base, low = (np.array(column) for column in zip(*entries))
@@ -204,7 +212,7 @@ def _steps(solved: list[Tails], *, exact: bool) -> BranchSteps:
 
 
 def _held(join: Join, trunk: Tails | None, slots: int, mem: int) -> HeldBytes:
-    """Return the held memory in slots of mem / slots bytes each, rounded up."""
+    """Return the sizes that add to each step's own memory, rounded up to slots of mem / slots bytes."""
     longest = max(map(len, join.branches))
     limit = 2 * slots + 2 if slots != mem else _NEVER
 
@@ -232,7 +240,10 @@ def _held(join: Join, trunk: Tails | None, slots: int, mem: int) -> HeldBytes:
 
 @jit
 def _code(place: Ints, own: Ints, lengths: Ints) -> int:
-    """Return the number of a state (position and f of each branch); it grows towards the forward/backward split."""
+    """Return the integer code of a state, that is the block and `own` flag of each branch.
+
+    It grows as branches advance.
+    """
     code = 0
     for k in range(lengths.size):
         code = code * 2 * (lengths[k] + 1) + 2 * place[k] + (1 - own[k])
@@ -241,7 +252,7 @@ def _code(place: Ints, own: Ints, lengths: Ints) -> int:
 
 @jit
 def _state(code: int, lengths: Ints) -> tuple[Ints, Ints]:
-    """Return the position p of each branch in a state, and whether its a_p is stored by itself, outside of A_p."""
+    """Decode a state: the block that each branch has reached, and whether its output is stored by itself."""
     place, own = np.zeros_like(lengths), np.zeros_like(lengths)
     for k in range(lengths.size - 1, -1, -1):
         digit = code % (2 * (lengths[k] + 1))
@@ -252,7 +263,7 @@ def _state(code: int, lengths: Ints) -> tuple[Ints, Ints]:
 
 @jit
 def _memory(held: HeldBytes, place: Ints, own: Ints) -> tuple[int, int]:
-    """Return the memory of the a_p that are stored by themselves, and what all branches hold after the split."""
+    """Return the memory of outputs stored by themselves, and the memory of all branches after the first backward."""
     inputs, phases = 0, held.after
     for k in range(place.size):
         inputs += own[k] * held.out[k, place[k]]
@@ -262,7 +273,7 @@ def _memory(held: HeldBytes, place: Ints, own: Ints) -> tuple[int, int]:
 
 @jit
 def _fill_lows(lows: Ints, steps: BranchSteps, held: HeldBytes, first: int, end: int) -> None:
-    """Compute the least memory of states first..end-1, in bytes; the least memory of later states must be known."""
+    """Compute the least memory in bytes of the states first..end-1, given that of all later states."""
     for code in range(end - 1, first - 1, -1):
         place, own = _state(code, held.lengths)
         inputs, phases = _memory(held, place, own)
@@ -286,7 +297,7 @@ def _fill_lows(lows: Ints, steps: BranchSteps, held: HeldBytes, first: int, end:
 def _fill(
     costs: Floats, steps: BranchSteps, held: HeldBytes, after: Floats, trunk: Floats, first: int, end: int
 ) -> None:
-    """Fill the rows of states first..end-1 by the recursion; the rows of later states must be filled."""
+    """Fill the table rows of the states first..end-1, given the rows of all later states."""
     width = costs.shape[1]
     for code in range(end - 1, first - 1, -1):
         place, own = _state(code, held.lengths)
@@ -311,7 +322,7 @@ def _fill(
 
 @dataclass(frozen=True)
 class _Reader:
-    """A reader of schedules off a table, in bytes."""
+    """Reads schedules off a filled table; memory is in bytes."""
 
     join: Join
     solved: list[Tails]
@@ -324,7 +335,7 @@ class _Reader:
     slots: int
 
     def schedule(self, m: int, full: int) -> JoinSchedule:
-        """Return a schedule that fits in m bytes; the slots stand for `full` bytes."""
+        """Return a schedule that fits into m bytes; all slots together stand for `full` bytes."""
         ops: list[JoinOp] = []
         tails_left: list[tuple[int, tuple[Op, ...]]] = []
         place = np.zeros_like(self.held.lengths)
@@ -349,14 +360,14 @@ class _Reader:
         return JoinSchedule(tuple(ops))
 
     def _tail(self, k: int, kind: BranchStep, rest: int, full: int) -> tuple[Op, ...]:
-        """Return the ops that finish a step's blocks in the backward, in `rest` bytes."""
+        """Return the ops that finish a step's blocks in the backward within `rest` bytes."""
         if kind.option >= 0 and kind.s == kind.to:
             return (Backward(kind.s),)
         s, c = _row(self.join.branches[k], kind)
         return self.solved[k].ops(s, kind.to, c, rest, full)
 
     def _choose(self, place: Ints, own: Ints, m: int, full: int) -> tuple[int, int]:
-        """Return the branch and the step to take next: of those that fit in m bytes, the fastest by the table."""
+        """Return the branch and the step to take next: the fastest, by the table, that fits into m bytes."""
         inputs, phases = map(int, _memory(self.held, place, own))
         found = []
         for k in range(place.size):
@@ -380,7 +391,10 @@ class _Reader:
         return k, step
 
     def _guess(self, code: int, m: int) -> float:
-        """Return the seconds of a state in m slots; a high number, not infinity, if it fits only without rounding."""
+        """Return the seconds of a state within m memory slots.
+
+        A high but finite number if it fits only without rounding.
+        """
         return _dearly(self.costs[code], m)
 
     def _guess_tail(self, k: int, step: int, m: int) -> float:
@@ -388,7 +402,10 @@ class _Reader:
 
 
 def _dearly(costs: Floats, m: int) -> float:
-    """Return costs[m]; if that is infinite, a number above all finite costs that grows with the slots that m lacks."""
+    """Return costs[m].
+
+    If that is infinite, a number above all finite costs that grows with the number of missing slots.
+    """
     cost = float(costs[min(m, len(costs) - 1)])
     if cost < np.inf:
         return cost
@@ -397,7 +414,10 @@ def _dearly(costs: Floats, m: int) -> float:
 
 
 def _forwards(chain: Chain, kind: BranchStep) -> list[Op]:
-    """Return the forwards of a step; the input of block s stays, the input of a later block that is saved is freed."""
+    """Return the forwards of a step.
+
+    The input of block s is kept; if the step saves its last block, the input of that block is freed.
+    """
     s, to, option = kind
     end = to if option < 0 else to - 1
     ops: list[Op] = [

@@ -1,14 +1,15 @@
-"""A join as one chain: its branches one after another, then the trunk.
+"""Treats a join as one chain: its branches one after another, then the trunk.
 
-What crosses from one branch into another is held instead: the inputs of branches that have not been read, and the last
-values of branches that have.
+Tensors that would cross from one branch to another count as memory in use all the time instead: the inputs of
+branches that have not started, and the outputs of branches that have ended.
 
-    phases of the trunk      hold a_n of every branch, and a_0 of every branch
-    phases of branch k       hold the gradients d_n of the branches before it, and their a_0
-    the boundary between two branches has no size; the gradient of the input of a branch stays like one of a weight
+    backwards of the trunk     use the output and the input of every branch
+    backwards of branch k      use the gradients of the outputs of the branches before it, and their inputs
 
-The chain needs at least as much memory as the join for most schedules, not for all, and often too much: so schedules
-for several budgets are tried, and simulated on the join.
+The boundary between two branches has no size; the gradient of a branch's input is kept like a weight gradient.
+
+The chain needs at least as much memory as the join for most schedules, not for all, and often too much: so
+schedules for several budgets are tried, and simulated on the join.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op, Schedule,
 
 
 def chain_of(join: Join, order: Sequence[int]) -> Chain:
-    """Return the join as a chain, with its branches in this order (numbers from 0)."""
+    """Return the join as one chain, with its branches in this order (indices from 0)."""
     branches = [join.branches[k] for k in order]
     ends = [branch.blocks[-1] for branch in branches]
     blocks: list[Block] = []
@@ -72,7 +73,7 @@ def _translate(op: Op, places: list[tuple[int, int]], turn: int, join: Join) -> 
             if block > 1:
                 return [On(branch, Forward(block, Keep.NONE))]
             read: list[JoinOp] = [On(branch, Forward(1, Keep.CHECKPOINT))]
-            if branch == 0:  # only the last of its inputs is not held
+            if branch == 0:  # branch 0 (the trunk) reads all branch outputs; only the last one can be freed then
                 last, end = places[turn - 1]
                 read.append(On(last, Drop(Value("a", end))))
             return read

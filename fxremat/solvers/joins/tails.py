@@ -1,7 +1,7 @@
-"""The solved input_drop table of one branch of a join: the cost of any part that runs by itself, and its ops.
+"""Solves one branch of a join by itself: the cost of each part of it in each memory, and the ops of that part.
 
-Rows are those of input_drop: row (s, c) runs backward t..s from block s, c = t; or with A_t stored and its
-input lost, c = n + 1 + option.
+A row (s, c) of the table runs the backwards t..s starting from block s: c = t, or, if block t was saved without
+its input, c = n + 1 + option.
 """
 
 from dataclasses import dataclass
@@ -20,22 +20,25 @@ from fxremat.solvers.tiles import fill_tiles_by_diagonal
 
 @dataclass(frozen=True, kw_only=True)
 class Tails:
-    """The filled input_drop table of one chain."""
+    """The filled table of `input_drop` (dynamic programming for one chain) for one branch."""
 
     chain: Chain
     slots: int
     exact: ChainSizes  # the chain's sizes in bytes
     sizes: ChainSizes  # the chain's sizes in slots
     low: Ints  # [s, c]: the least memory of a row, in bytes
-    rows: Rows  # costs, in slots
+    rows: Rows  # seconds of recomputation for each row and number of memory slots (equal parts of the budget)
 
     def costs(self, s: int, c: int) -> Floats:
-        """Return the seconds of recomputation of row (s, c) in 0, 1, .. slots beside the input of block s."""
+        """Return the seconds of recomputation of row (s, c), for each number of memory slots from 0 on.
+
+        The input of block s is stored in addition. The module's docstring defines rows.
+        """
         costs: Floats = _dense(self.rows, s, c, self.slots)
         return costs
 
     def ops(self, s: int, t: int, c: int, m: int, full: int) -> tuple[Op, ...]:
-        """Return the ops of row (s, c), which run backward t..s in m bytes beside the input of s.
+        """Return the ops of row (s, c), which run the backwards t..s within m bytes beside the input of block s.
 
         The slots of the table stand for `full` bytes.
         """
@@ -44,7 +47,7 @@ class Tails:
 
 
 def tails(chain: Chain, mem: int, slots: int) -> Tails:
-    """Fill the input_drop table of one chain for every budget up to `mem` bytes, in `slots` steps."""
+    """Fill the table of one chain for every budget up to `mem` bytes, which are divided into `slots` levels."""
     n, exact, sizes = len(chain), in_bytes(chain), in_slots(chain, mem, slots)
     grid = Grid(sizes, lay_out(*bounds(sizes, n), slots), n, slots)
     fill_tiles_by_diagonal(

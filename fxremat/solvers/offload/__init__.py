@@ -1,1 +1,1 @@
-"""Solvers that move values to the host and back. None imports torch or the simulator."""
+"""Solvers for schedules that also copy tensors to the host and back. None imports torch or the simulator."""

@@ -1,11 +1,11 @@
-"""Autocapper: checkpoint for more memory than there is, then offload until the schedule fits.
+"""Autocapper: solves for more memory than there is, then offloads tensors until the schedule fits.
 
-For 40 budgets M' from `mem` to the peak of keep-all: take the schedule that a chain solver has for M'; then, while it
-does not fit in `mem`, offload the value of the lowest index that is idle at the peak. All these are proposed; the
-caller keeps the fastest.
+For 40 budgets M' from `mem` up to the peak without recomputation: take a chain solver's schedule for M'; while
+it does not fit into `mem`, offload the value with the lowest block index that is unused at the peak. All these
+schedules are proposed; the caller keeps the fastest.
 
-The thesis of A. Shilova (2021), 4.3 (its "capper" offloads the same values; there M' below the least budget of the
-chain solver is not tried, here the range starts at that budget).
+The thesis of A. Shilova (2021), 4.3. Its "capper" offloads the same values; it does not try M' below the least
+budget of the chain solver, whereas here the range starts at that budget.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from fxremat.solvers.sizes import Ints
 def schedules(
     chain: Chain, mem: int, *, least: int, enough: int, solve: Callable[[int], Schedule], count: int = 40
 ) -> list[Schedule]:
-    """Return schedules that fit in `mem` bytes; if `solve(mem)` exists it is among them.
+    """Return schedules that fit into `mem` bytes; if `solve(mem)` exists it is among them.
 
     Args:
         least, enough: the least budget of the chain solver in bytes, and one from which on it keeps everything.
@@ -47,9 +47,9 @@ def schedules(
 
 
 def cap(chain: Chain, schedule: Schedule, mem: int) -> tuple[list[ChainTrip], Ints]:
-    """Return trips to the host that make a schedule fit in `mem` bytes, and the bytes that it then needs at each place.
+    """Return trips to the host that make a schedule fit into `mem` bytes, and the bytes it then needs at each moment.
 
-    If no trips make it fit, all that lower its peak are returned.
+    If no trips make it fit, return all that lower its peak.
     """
     need = needs(chain, schedule)
     waiting = sorted(

@@ -1,15 +1,16 @@
-"""Local search over a schedule: which values travel, and what is recomputed instead, evaluated by the caller.
+"""Improves a schedule by local search: changes what is offloaded and what is recomputed; the caller evaluates it.
 
-A schedule consists of its ops without copies, and the trips of some values to the host (trips.py). A step tries one of
+A schedule consists of its ops without copies, and trips of values to the host (trips.py). A step of the search
+tries one of
 
-    toggle        send one more value, or one less
-    fetch         save block l when it first runs, and do not run it again to save it later
-    recompute     do not save block l when it first runs; run it again before what was saved is read
-    shorten       leave out an op that recomputes, or what depends on it
+    toggle        add or remove a trip
+    fetch         save block l when it first runs, instead of running it again to save it later
+    recompute     do not save block l when it first runs; run it again before its saved values are read
+    shorten       remove an op that recomputes, or ops that depend on it
 
-then sends the idle values of the lowest index as long as memory is exceeded (autocapper.py), and keeps the result if
-`judge` finds it no slower. Beyond the papers, whose relaxed model neither sees that values occupy all of their memory
-while they travel nor overlaps copies with the forward/backward split.
+then, while memory is exceeded, adds trips of unused values of the lowest block index (as in autocapper.py), and
+keeps the result if `judge` finds it no slower. Beyond the papers, in whose relaxed model memory is freed byte
+by byte during a copy, and copies do not overlap with the end of the forward.
 """
 
 import random
@@ -23,11 +24,11 @@ from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Offload, Op, 
 from fxremat.errors import InvalidSchedule
 from fxremat.solvers.offload.trips import ChainTrip, needs, travel, trips
 
-_Key = tuple[Value, int]  # a trip: its value, and the number of the trip among the value's trips
+_Key = tuple[Value, int]  # a trip to the host: its value, and its index among the trips of that value
 
 
 class Verdict(Protocol):
-    """The part of a timeline that the search reads."""
+    """What the search reads of a simulated schedule."""
 
     @property
     def time(self) -> float: ...
@@ -52,14 +53,14 @@ def improve(
     copies: bool = True,
     seed: int = 0,
 ) -> Schedule:
-    """Return a schedule that fits in `mem` bytes and is no slower than `schedule`, which must fit.
+    """Return a schedule that fits into `mem` bytes and is no slower than `schedule`, which must fit.
 
     Args:
-        schedule: may have copies; it is returned if it cannot be changed.
-        judge: returns the timeline of a schedule on the machine; raises `InvalidSchedule` if it cannot run.
+        schedule: the start; may have copies. It is returned if it cannot be changed.
+        judge: returns the simulation of a schedule on the machine; raises `InvalidSchedule` if it cannot run.
         seconds: time limit.
         tries: limit on the number of steps instead; with it the result is deterministic.
-        copies: whether values may travel at all.
+        copies: whether values may be offloaded.
     """
     best, rank = schedule, _rank(judge(schedule))
     try:
@@ -90,10 +91,10 @@ def _rank(verdict: Verdict) -> tuple[float, int]:
 
 
 def _read(chain: Chain, schedule: Schedule) -> _State:
-    """Split a schedule into ops without copies, and the trips to the host that its copies make."""
+    """Split a schedule into its ops without copies, and the trips to the host that its copies make."""
     ops: list[Op] = []
-    fetched: dict[Value, int] = {}  # value -> the number of ops before its fetch
-    dropped: dict[Value, int] = {}  # value -> its place in ops
+    fetched: dict[Value, int] = {}  # value -> number of ops before its copy back
+    dropped: dict[Value, int] = {}  # value -> index of its drop in `ops`
     step = 0
     for op in schedule.ops:
         match op:
@@ -101,7 +102,7 @@ def _read(chain: Chain, schedule: Schedule) -> _State:
                 continue
             case Prefetch(value):
                 if value in dropped:
-                    ops[dropped.pop(value)] = Offload(value)  # no drop, since it comes back
+                    ops[dropped.pop(value)] = Offload(value)  # the value comes back later, so this was no real drop
                 fetched[value] = step
                 continue
             case Drop(value):
@@ -112,7 +113,7 @@ def _read(chain: Chain, schedule: Schedule) -> _State:
             step += 1
         ops.append(op)
     plain = Schedule(tuple(op for op in ops if not isinstance(op, Offload)))
-    needs(chain, plain)  # raises if the ops are valid only with the copies
+    needs(chain, plain)  # raises an error if the ops are valid only together with the copies
     away = set()
     for key, trip in _keyed(chain, plain).items():
         since = fetched.get(trip.value)
@@ -140,8 +141,8 @@ def _written(chain: Chain, state: _State, mem: int) -> Schedule:
 
 
 def _repair(chain: Chain, state: _State, mem: int, copies: bool) -> _State:
-    """Return the state with as many more trips of idle values as it takes to fit. Raises `InvalidSchedule`."""
-    need = needs(chain, state.plain)  # raises if the ops are not a valid schedule
+    """Add trips of unused values until the schedule fits. Raises `InvalidSchedule` if that is impossible."""
+    need = needs(chain, state.plain)  # raises an error if the ops are no valid schedule
     keyed = _keyed(chain, state.plain) if copies else {}
     away = {key for key in state.away if key in keyed}
     for key in away:
@@ -161,7 +162,7 @@ def _repair(chain: Chain, state: _State, mem: int, copies: bool) -> _State:
 
 
 def _step(chain: Chain, state: _State, dice: random.Random, copies: bool) -> _State:
-    """Return a neighbour of a state, which need not be valid."""
+    """Return a randomly changed schedule, which may be invalid."""
     kinds = [_shorten, _fetch, _recompute]
     if copies and dice.random() < 0.5:
         keys = sorted(_keyed(chain, state.plain), key=str)
@@ -191,7 +192,7 @@ def _tidied(plain: Schedule) -> Schedule:
 
 
 def _shorten(chain: Chain, state: _State, dice: random.Random) -> _State:
-    """Return the state without a random forward that is not the first of its block, and without a few ops after it."""
+    """Remove a random forward that is not the first of its block, and up to a few ops after it."""
     ops = list(state.plain.ops)
     seen: set[int] = set()
     again = []
@@ -209,7 +210,7 @@ def _shorten(chain: Chain, state: _State, dice: random.Random) -> _State:
 
 
 def _fetch(chain: Chain, state: _State, dice: random.Random) -> _State:
-    """Return the state with a random block saved when it runs earlier, and sent to the host, not run again later."""
+    """Let a random block save its values in an earlier run and offload them, instead of running again later."""
     ops = list(state.plain.ops)
     number = dice.randint(1, len(chain))
     runs = [place for place, op in enumerate(ops) if isinstance(op, Forward) and op.block == number]
@@ -227,7 +228,7 @@ def _fetch(chain: Chain, state: _State, dice: random.Random) -> _State:
 
 
 def _recompute(chain: Chain, state: _State, dice: random.Random) -> _State:
-    """Return the state with a random block saved right before its saved values are read, by running it again."""
+    """Let a random block save its values only in a recomputation right before they are read."""
     ops = list(state.plain.ops)
     number = dice.randint(1, len(chain))
     saves = [

@@ -1,13 +1,13 @@
-"""The least memory with a link to the host: every value that is kept is offloaded, all others are recomputed.
+"""Finds the schedule with the lowest peak if there is a link to the host: values are offloaded or recomputed.
 
 a_s is the output of block s, A_s all that its backward reads; F_s and B_s are its forward and backward.
 
-    least[s, x]   bytes to run forward from block s and back to it; its input, a[s-1] or A[s-1], is on the device
+    least[s, x]   bytes to run forward from block s and back to it; its input x, a[s-1] or A[s-1], is on the device
+    save s        max(what F_s and B_s need in addition to the input, least[s+1, A_s])
+    run to t      max(what the forwards s..t need, the input during F_s only, the input and low[s, t], least[t+1, a_t])
 
-    save s      max(what F_s and B_s need in addition to the input, least[s+1, A_s])
-    run to t    max(what the pass s..t needs, the input during F_s only, the input and low[s, t], least[t+1, a_t])
-
-`low[s, t]` is the least memory of persistent.py for running backward t..s; without a link, low[1, n] is the result.
+`low[s, t]` is the least memory of persistent.py for running backwards t..s; without a link, low[1, n] is the
+result.
 """
 
 from dataclasses import dataclass
@@ -22,14 +22,17 @@ from fxremat.solvers.sizes import ChainSizes, Ints, in_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class MinMemorySchedule:
-    """The schedule of least memory, and its peak, which does not depend on the speed of the link."""
+    """The schedule with the lowest peak, and that peak, which does not depend on the speed of the link."""
 
     schedule: Schedule
     peak: int  # bytes
 
 
 def plan(chain: Chain, platform: Platform | None) -> MinMemorySchedule:
-    """Return the schedule of least memory in which a stored value stays, on the device or on the host."""
+    """Return the schedule with the lowest peak among those in which a stored value stays stored until its last use.
+
+    It may be stored on the host.
+    """
     table = persistent.build(chain, 1, 1)
     if speeds(platform) == (0.0, 0.0):
         return MinMemorySchedule(schedule=table.schedule(table.least), peak=table.least)
@@ -39,7 +42,8 @@ def plan(chain: Chain, platform: Platform | None) -> MinMemorySchedule:
     def size(s: int, option: int) -> int:
         return int(sizes.out[s - 1] if option < 0 else sizes.saved[option])
 
-    ways: dict[tuple[int, int], tuple[int, int, int]] = {}  # (s, its input) -> (bytes, t, option or -1)
+    # (s, its input) -> (bytes, t, option to save s, or -1 to run blocks s..t without saving)
+    ways: dict[tuple[int, int], tuple[int, int, int]] = {}
     for s in range(n, 0, -1):
         for option in (-1, *(range(sizes.start[s - 1], sizes.start[s]) if s > 1 else ())):
             kept = size(s, option)
@@ -81,7 +85,10 @@ def _schedule(chain: Chain, ways: dict[tuple[int, int], tuple[int, int, int]], l
 
 
 def rerun(sizes: ChainSizes, low: Ints, s: int, t: int, mem: int) -> list[Op]:
-    """Return ops that run backward t..s within `mem` bytes beyond the input of s, and save blocks where that fits."""
+    """Return ops that run the backwards t..s within `mem` bytes beyond the input of block s.
+
+    Blocks are saved if that fits.
+    """
     ops: list[Op] = []
     todo: list[tuple[int, int, int] | Backward] = [(s, t, mem)]
     while todo:
@@ -117,16 +124,16 @@ def rerun(sizes: ChainSizes, low: Ints, s: int, t: int, mem: int) -> list[Op]:
 
 
 def passing(s: int, t: int) -> list[Op]:
-    """Return the forwards of blocks s..t, which keep the input of s."""
+    """Return the forwards of blocks s..t, which keep the input of block s and store only the output of block t."""
     return [Forward(s, Keep.CHECKPOINT), *(Forward(block, Keep.NONE) for block in range(s + 1, t + 1))]
 
 
 def saving(sizes: ChainSizes, s: int, option: int) -> Forward:
-    """Return the forward of s that saves it; `option` is a number over all blocks of the chain."""
+    """Return the forward of block s that saves; `option` is an index over the options of all blocks."""
     return Forward(s, Keep.ALL, option - int(sizes.start[s]))
 
 
 def _later(chain: Chain, block: int) -> int:
-    """Return the bytes of a block's input and output and the scratch of its forward together."""
+    """Return the bytes of a block's input, its output and its forward's scratch memory."""
     out, scratch = chain.output_sizes, chain.blocks[block - 1].forward_scratch
     return out[block - 1] + out[block] + scratch

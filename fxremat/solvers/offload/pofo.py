@@ -1,4 +1,6 @@
-"""Offloading and checkpointing together, by dynamic programming: POFO.
+"""POFO: offloading and recomputation chosen together, by dynamic programming.
+
+a_l is the output of block l, A_l all that its backward reads; F_l and B_l are its forward and backward.
 
     forward[s, x, A, F, B]   least time lost up to block s, whose input is a[s-1] (x = 0) or A[s-1] saved with
                              option x - 1; A slots of earlier values stay on the device, F have yet to leave
@@ -50,32 +52,33 @@ from fxremat.solvers.sizes import ChainSizes, Floats, Ints, in_slots
 from fxremat.solvers.table import grain
 
 _ROUNDING = 1e-9
-_QUICK = 5.0  # seconds: if a table takes less, several are built
-_ROUNDS = 4  # bisections of the budget that a table is built for
-_CELLS = 60_000_000  # entries that `forward` may have for saved inputs
+_QUICK = 5.0  # seconds; several tables are built if one takes less
+_ROUNDS = 4  # number of bisections of the budget that a table is built for
+_CELLS = 60_000_000  # maximum number of entries of the table `forward` for saved inputs
 
 
 class PofoTask(NamedTuple):
-    """The problem in slots, as arrays for the compiled code."""
+    """The problem with memory in slots, as arrays for compiled code."""
 
-    n: int  # blocks
+    n: int  # number of blocks
     slots: int
     sizes: ChainSizes
-    first: Ints  # [l]: a_l + scratch of F_l
+    first: Ints  # [l]: output of block l and scratch of its forward
     link: Carried
-    leaving: Ints  # [s, j]: slots that forwards s..j need, each without those that left for the host before
-    coming: Ints  # [s, j]: slots that forwards s..j need, each without those that come from the host later
-    beyond: Ints  # [s, j]: the most slots that one of the forwards s+1..j needs
-    saves: Ints  # options that the table `forward` considers
-    linked: bool  # whether there is a link to the host
+    leaving: Ints  # [s, j]: slots needed by forwards s..j, each minus what has been copied to the host before
+    coming: Ints  # [s, j]: slots needed by forwards s..j, each minus what comes back from the host later
+    beyond: Ints  # [s, j]: the largest number of slots that one of the forwards s+1..j needs
+    saves: Ints  # indices of the options that the table `forward` considers
+    linked: bool  # True if there is a link to the host
 
 
 def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50) -> list[Schedule]:
-    """Return schedules that fit in `mem` bytes whatever the speed of the link.
+    """Return schedules that fit into `mem` bytes, whatever the speed of the link.
 
-    Slots are rounded up, so a table for more than `mem` bytes may give a schedule that fits in them, and if there are
-    more blocks than slots sizes are better rounded in sums. If a table takes seconds, several are built; if it takes a
-    minute, only one, for a budget found by tables without the link, which take a second each.
+    Sizes are rounded up to slots, so a table for more than `mem` bytes may give a schedule that fits; and if
+    there are more blocks than slots, it is better to round sums of sizes. If a table takes seconds, several are
+    built; if it takes a minute, only one, for a budget found by tables without the link, which take a second
+    each.
 
     Raises `BudgetTooSmall`; its minimum is exact.
     """
@@ -89,7 +92,7 @@ def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50
     def fits(nominal: float, link: Platform | None) -> bool:
         try:
             schedule = build(chain, int(mem * nominal), link, slots, in_sums=in_sums).schedule
-        except BudgetTooSmall:  # only because sizes were rounded up
+        except BudgetTooSmall:  # raised only because sizes were rounded up
             return nominal <= 1.0
         if needs(chain, schedule).max() <= mem:
             found.append(schedule)
@@ -116,7 +119,7 @@ def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50
 
 
 def seconds(chain: Chain, slots: int) -> float:
-    """Estimate the seconds of `build` on two cores."""
+    """Estimate the seconds that `build` takes on two cores."""
     options = sum(len(block.choices) for block in chain.blocks) / len(chain)
     return 7e-10 * len(chain) ** 3 * slots**2 + 2e-9 * options**2 * len(chain) ** 2 * slots**2
 
@@ -124,10 +127,10 @@ def seconds(chain: Chain, slots: int) -> float:
 def build(
     chain: Chain, mem: int, platform: Platform | None, slots: int = 50, *, in_sums: bool = False
 ) -> FluidSchedule:
-    """Return the best schedule in `slots` steps of memory. Raises `BudgetTooSmall` if the steps are too coarse.
+    """Return the best schedule if memory is divided into `slots` equal parts, and sizes are rounded up to them.
 
-    With `in_sums` the sums of values along the chain are rounded up, not each value: the schedule may need
-    more than `mem` bytes.
+    Raises `BudgetTooSmall` if slots are too coarse. With `in_sums`, the sums of sizes along the chain are
+    rounded up instead of each size: the schedule may need more than `mem` bytes.
     """
     task = task_of(chain, mem, platform, slots)
     if in_sums:
@@ -140,7 +143,7 @@ def build(
 
 
 def task_of(chain: Chain, mem: int, platform: Platform | None, slots: int) -> PofoTask:
-    """Round the chain, the budget and the link to slots."""
+    """Return the problem with sizes, budget and link rounded to `slots` equal parts of the memory."""
     n = len(chain)
     sizes = in_slots(chain, mem, slots)
     link = carried(chain, mem, slots, platform)
@@ -162,9 +165,10 @@ def task_of(chain: Chain, mem: int, platform: Platform | None, slots: int) -> Po
 
 
 def _rounded_in_sums(chain: Chain, mem: int, task: PofoTask) -> PofoTask:
-    """Round sums of values, not each: a value has as many slots as it adds to the rounded sum of all up to it.
+    """Round sums of sizes instead of each size.
 
-    A. Shilova's thesis (2021), 3.3.3.2.
+    A value has as many slots as it adds to the rounded sum of all values up to it. A. Shilova's thesis (2021),
+    3.3.3.2.
     """
 
     def slots(before: int, size: int) -> int:
@@ -188,7 +192,8 @@ def _rounded_in_sums(chain: Chain, mem: int, task: PofoTask) -> PofoTask:
 
 
 def _considered(sizes: ChainSizes, n: int, slots: int) -> Ints:
-    """Return the options that `forward` considers: all, or as many of each block as keep the table within `_CELLS`."""
+    """Return the indices of the options that the table `forward` considers: all, or as many as keep it within `_CELLS`.
+    """
     room = max(1, _CELLS // (slots + 1) ** 3 // n)
     picks = []
     for first, last in pairwise(sizes.start[1:].tolist()):
@@ -214,7 +219,10 @@ def _passes(n: int, first: Ints, later: Ints, out: Ints, back: Ints) -> tuple[In
 
 
 class Back(NamedTuple):
-    """The table `back`: back[s, t, A, D] is cost[row[s, t] + at[s, A] + D] for D <= reach[s, A], else infinite."""
+    """The table `back`, the least time lost in running backwards t..s, for A slots in use and D slots to copy back.
+
+    back[s, t, A, D] is cost[row[s, t] + at[s, A] + D] for D <= reach[s, A], else infinite.
+    """
 
     row: Ints
     at: Ints
@@ -248,13 +256,13 @@ def _back(back: Back, s: int, t: int, kept: int, due: int) -> float:
 
 @jit
 def _whole(seconds: float, rate: float) -> int:
-    """Return the slots that are copied in `seconds`, rounded down."""
+    """Return the memory slots that are copied in `seconds`, rounded down."""
     return int(min(seconds * rate, 1e12) + _ROUNDING)
 
 
 @jit
 def _carries(link: Carried, s: int, t: int) -> int:
-    """Return the slots that come from the host while t..s run backward, once forward and once backward."""
+    """Return the memory slots copied from the host while blocks s..t run once forward and once backward."""
     return int(link.backward_in[t] - link.backward_in[s - 1] + link.forward_in[t] - link.forward_in[s - 1])
 
 
@@ -263,10 +271,12 @@ def _relax_save(
     mine: Floats, begin: int, inner: Floats, extra: float, save: int, run: int, sent: int, inner_sent: int,
     rate: float, slot: float,
 ) -> None:  # fmt: skip
-    """Set mine[D - begin], part of back[s, t, A, .], to the cost of saving block s, for each D, if that is lower.
+    """Lower mine[k], for each k, to the time lost if block s is saved and begin + k slots have to be copied back.
 
-    `save`, `run`: slots that F_s and B_s lack if nothing comes (0 or less); `sent`: slots copied during B_s;
-    `inner`: the row of s+1..t, empty if s = t, and `inner_sent`: slots copied during its ops.
+    `mine` is a part of the table `back` for blocks s..t. `save`, `run`: slots that the forward and the backward
+    of s lack if nothing is copied (0 or less). `extra`: seconds by which the option's backward is slower.
+    `sent`: slots copied during that backward. `inner`: the row of blocks s+1..t, empty if s = t; `inner_sent`:
+    slots copied during their ops. `rate`, `slot`: slots per second, seconds per slot.
     """
     for k in range(mine.size):
         after = max(run + begin + k, 0)
@@ -285,10 +295,12 @@ def _relax_cut(
     mine: Floats, begin: int, left: Floats, right: Floats, again: float, over: int, left_sent: int, right_sent: int,
     rate: float, slot: float,
 ) -> None:  # fmt: skip
-    """Set mine[D - begin], part of back[s, t, A, .], to the cost of a cut after block j, for each D, if that is lower.
+    """Lower mine[k], for each k, to the time lost with a checkpoint after block j and begin + k slots to copy back.
 
-    `again`: seconds of the pass; `over`: slots that it lacks if nothing comes (0 or less); `left`, `right`:
-    the rows of s..j and j+1..t, and the slots copied during their ops.
+    `mine` is a part of the table `back` for blocks s..t. `again`: seconds of the forwards s..j. `over`: slots
+    that they lack if nothing is copied (0 or less). `left`, `right`: the rows of blocks s..j and j+1..t;
+    `left_sent`, `right_sent`: slots copied during their ops. `rate`, `slot`: slots per second, seconds per
+    slot.
     """
     for k in range(mine.size):
         x = left[begin + k]
@@ -303,7 +315,7 @@ def _relax_cut(
 
 @jit
 def _line(back: Back, s: int, t: int, kept: int) -> Floats:
-    """Return back[s, t, kept] for every D."""
+    """Return the seconds lost in running backwards t..s with `kept` memory slots in use, by slots to copy back."""
     begin = back.row[s, t] + back.at[s, kept]
     return back.cost[begin : begin + back.reach[s, kept] + 1]
 
@@ -312,7 +324,10 @@ def _line(back: Back, s: int, t: int, kept: int) -> Floats:
 def _try_save(
     task: PofoTask, back: Back, s: int, t: int, kept: int, o: int, mine: Floats, begin: int
 ) -> None:
-    """Lower the costs `mine`, a part of back[s, t, kept] from D = `begin` on, by the choice to save s with option o."""
+    """Lower the costs `mine` of running backwards t..s by the choice to save block s with option o.
+
+    `mine` is for `kept` slots in use, and for `begin` or more slots to copy back.
+    """
     sizes, link, full = task.sizes, task.link, task.slots
     save, run = sizes.phase[t] + sizes.save[o] + kept, sizes.phase[s] + sizes.back[o] + kept
     if max(save, run) <= full and (s == t or kept + sizes.saved[o] <= full):
@@ -327,7 +342,10 @@ def _try_save(
 
 @jit
 def _try_cut(task: PofoTask, back: Back, s: int, t: int, kept: int, j: int, mine: Floats, begin: int) -> None:
-    """Lower the costs `mine`, a part of back[s, t, kept] from D = `begin` on, by the choice to run on and keep a_j."""
+    """Lower the costs `mine` of running backwards t..s by the choice to store a checkpoint after block j.
+
+    `mine` is for `kept` slots in use, and for `begin` or more slots to copy back.
+    """
     sizes, link, full = task.sizes, task.link, task.slots
     if sizes.phase[t] + sizes.run[s, j] + kept <= full and kept + sizes.out[j] <= full:
         _relax_cut(
@@ -346,7 +364,7 @@ def _try_cut(task: PofoTask, back: Back, s: int, t: int, kept: int, j: int, mine
 
 @jit
 def _fill_rows(task: PofoTask, back: Back, distance: int, worker: int, workers: int) -> None:
-    """Fill every `workers`-th of the rows (s, s + distance)."""
+    """Fill every `workers`-th of the table rows of blocks s..s + distance."""
     start, forward = task.sizes.start, task.sizes.forward
     for s in range(1 + worker, task.n + 1 - distance, workers):
         t = s + distance
@@ -356,12 +374,12 @@ def _fill_rows(task: PofoTask, back: Back, distance: int, worker: int, workers: 
                 _try_save(task, back, s, t, kept, o, mine, 0)
             for j in range(s, t):
                 if mine[-1] <= forward[j] - forward[s - 1]:
-                    break  # costs grow with D, and the time of a pass with j
+                    break  # costs grow with the number of slots to copy back, and the forwards' time with j
                 _try_cut(task, back, s, t, kept, j, mine, 0)
 
 
 def fill_back(task: PofoTask) -> Back:
-    """Fill and return the table `back`, in the order of the distance between s and t."""
+    """Fill and return the table `back`, in the order of increasing distance between s and t."""
     back: Back = _lay_out(task.n, task.slots, task.sizes.out, task.linked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     workers = min(cores, 4) if task.n > 16 else 1
@@ -377,10 +395,11 @@ def fill_back(task: PofoTask) -> Back:
 def _save(
     task: PofoTask, s: int, size: int, away: bool, kept: int, behind: int, ahead: int, o: int
 ) -> tuple[float, int, int, int]:
-    """Return the seconds lost by saving block s with option o in state (A, F, B), and the next A, F and B.
+    """Return the seconds lost by saving block s with option o in a state of the forward, and the next state.
 
-    `size`: slots of its input; `away`: the input is offloaded; A, F, B are `kept`, `behind`, `ahead`. Infinite seconds
-    if it does not fit.
+    A state is (memory slots in use, slots still to be copied to the host, slots to be back before the
+    backward): `kept`, `behind`, `ahead`. `size`: slots of the input of block s; `away`: the input is offloaded.
+    Infinite seconds if it does not fit.
     """
     sizes, link, full = task.sizes, task.link, task.slots
     save = sizes.phase[task.n] + sizes.save[o] + kept + size
@@ -400,13 +419,14 @@ def _save(
 def _run(
     task: PofoTask, s: int, t: int, size: int, away: bool, kept: int, behind: int, ahead: int, later: float
 ) -> tuple[float, int, int, int]:
-    """Return the seconds lost by running blocks s..t without saving, and the next A, F and B, as `_save` does.
+    """Return the seconds lost by running blocks s..t without saving in a state of the forward pass, and the next state.
 
-    `later`: seconds that running t..s backward loses, from the table `back`.
+    The arguments are those of `_save`; `later`: seconds lost in running the backwards t..s, from the table
+    `back`.
     """
     sizes, link, full = task.sizes, task.link, task.slots
     held = sizes.phase[task.n] + kept
-    # what is offloaded stays while the first forward reads it
+    # an offloaded input stays on the device while the first forward reads it
     if held + max(size + task.first[s], (0 if away else size) + task.beyond[s, t]) > full:
         return np.inf, 0, 0, 0
     idle = max(held + size + behind + task.leaving[s, t] - full, 0)
@@ -419,15 +439,19 @@ def _run(
 
 
 class PofoStates(NamedTuple):
-    """The table `forward`, as [A, B, F]: `plain[s]` with input a_{s-1}, `saved[k]` with what option saves[k] saves."""
+    """The table `forward`: least seconds lost, by [slots in use, slots to be back, slots still to be copied out].
+
+    `plain[s]`: the input of block s is the output of the block before; `saved[k]`: it is part of what option
+    saves[k] saved.
+    """
 
     plain: Floats
     saved: Floats
-    block: Ints  # [k]: the block of saves[k]
+    block: Ints  # [k]: index of the block that saves[k] is an option of
 
 
 def fill_forward(task: PofoTask, back: Back) -> PofoStates:
-    """Fill the table `forward`, block by block, with states that can still beat a plan without the link."""
+    """Fill the table `forward`, block by block; states that cannot beat a plan without the link are skipped."""
     side = task.slots + 1
     block = np.searchsorted(task.sizes.start, task.saves, side="right") - 1
     states = PofoStates(
@@ -446,11 +470,14 @@ def fill_forward(task: PofoTask, back: Back) -> PofoStates:
 
 @jit
 def _push(task: PofoTask, back: Back, states: PofoStates, s: int, k: int, bound: float) -> None:
-    """Expand the states of block s whose input is a (k = -1) or what option saves[k] saved."""
+    """Expand the states of block s, whose input is the previous block's output (k = -1) or part of what it saved.
+
+    It was then saved with option saves[k].
+    """
     link, slots = task.link, task.slots
     size = task.sizes.out[s - 1] if k < 0 else task.sizes.saved[task.saves[k]]
     here = states.plain[s] if k < 0 else states.saved[k]
-    most_out = link.forward_out[task.n] - link.forward_out[s - 1]  # the slots that can be copied in the remaining time
+    most_out = link.forward_out[task.n] - link.forward_out[s - 1]  # slots that can still be copied to the host
     most_in = _carries(link, s, task.n)
     for kept in range(slots + 1 - size):
         for ahead in range(slots + 1):
@@ -462,9 +489,10 @@ def _push(task: PofoTask, back: Back, states: PofoStates, s: int, k: int, bound:
 
 @jit
 def _forget(here: Floats, most_out: int, slot_out: float, late: float, bound: float) -> bool:
-    """Make states (by F) infinite that cannot lose less than `bound` seconds in the end; return if any are left.
+    """Discard states that lose at least `bound` seconds in total; return whether any are left.
 
-    `late`: seconds that copies back from the host take at least beyond the remaining ops.
+    `here` is indexed by the slots still to be copied to the host. `late`: least seconds by which copies back
+    from the host take longer than the remaining ops.
     """
     live = False
     for behind in range(here.size):
@@ -480,7 +508,8 @@ def _forget(here: Floats, most_out: int, slot_out: float, late: float, bound: fl
 def _push_saves(
     task: PofoTask, states: PofoStates, here: Floats, s: int, size: int, kept: int, ahead: int
 ) -> None:
-    """Expand states of block s by saving it under each option; `here` has the seconds lost for (A, B), by F."""
+    """Expand states of block s by saving it with each option; `here` has their costs by slots still to be copied out.
+    """
     begin, end = np.searchsorted(states.block, s), np.searchsorted(states.block, s + 1)
     for behind in range(task.slots + 1):
         cost = here[behind]
@@ -496,7 +525,10 @@ def _push_saves(
 def _push_runs(
     task: PofoTask, back: Back, states: PofoStates, here: Floats, s: int, size: int, kept: int, ahead: int, bound: float
 ) -> None:  # fmt: skip
-    """Expand states of block s by running to each t without saving; `here` has the seconds lost for (A, B), by F."""
+    """Expand states of block s by running blocks s..t without saving, for each t.
+
+    `here` has the costs of the states, by slots still to be copied to the host.
+    """
     forward = task.sizes.forward
     for t in range(s, task.n):
         later = _back(back, s, t, kept + size, ahead)
@@ -515,11 +547,11 @@ def _push_runs(
 def _came_from(
     task: PofoTask, back: Back, states: PofoStates, g: int, s1: int, a1: int, b1: int, f1: int
 ) -> tuple[int, int, int, int, int, int]:
-    """Return the state of `forward` that led to a given state of block s1, and how.
+    """Return the state of the table `forward` from which a given state was reached, and how.
 
-    The given state is (A, B, F) = (a1, b1, f1), with the input that option saves[g] saved, or a_{s1-1} if g = -1.
-
-    The result is (block, input, away, A, B, F).
+    The given state is of block s1, with (a1, b1, f1) slots in use, to be back, and still to be copied out; its
+    input is what option saves[g] saved, or the previous block's output if g = -1. The result is (block, input,
+    is the input offloaded, slots in use, slots to be back, slots to be copied out).
     """
     target = states.plain[s1, a1, b1, f1] if g < 0 else states.saved[g, a1, b1, f1]
     sizes = task.sizes
@@ -547,23 +579,23 @@ def _came_from(
                                 )
                             if a == a1 and b == b1 and f == f1 and here[kept, ahead, behind] + lost == target:
                                 return s, k, away, kept, ahead, behind
-    return 0, 0, 0, 0, 0, 0  # never: every state but the first has a predecessor
+    return 0, 0, 0, 0, 0, 0  # never reached: every state but the first has a predecessor
 
 
 class Move(NamedTuple):
-    """Blocks s..t in the forward pass: saved with an option, or run (option -1)."""
+    """Blocks s..t in the forward pass: s is saved with an option, or all run without saving (option -1)."""
 
     s: int
     t: int
     option: int
-    value: Value  # the input of s
-    away: bool  # whether it is offloaded
-    held: int  # slots: A and the input
-    due: int  # slots: B
+    value: Value  # the input of block s
+    away: bool  # True if the input is offloaded
+    held: int  # slots in use, including the input
+    due: int  # slots that have to be back on the device before the backward
 
 
 def _plan(chain: Chain, task: PofoTask, back: Back, states: PofoStates) -> FluidSchedule | None:
-    """Return the best schedule that the tables hold; None if nothing fits in them."""
+    """Return the best schedule in the tables; None if nothing fits."""
     ends = np.flatnonzero(states.block == task.n)
     turn = np.arange(task.slots + 1)
     wait = np.where(turn > 0, turn, 0.0)
@@ -606,12 +638,12 @@ def _schedule(task: PofoTask, back: Back, moves: list[Move]) -> Schedule:
 
 
 def lost(back: Back, s: int, t: int, held: int) -> float:
-    """Return back[s, t, held, 0] in seconds; infinite if t..s cannot run backward next to `held` slots."""
+    """Return the seconds lost in running backwards t..s beside `held` memory slots in use; infinite if impossible."""
     return float(_line(back, s, t, held)[0])
 
 
 def rerun(task: PofoTask, back: Back, s: int, t: int, held: int, due: int) -> list[Op]:
-    """Return the ops of back[s, t, held, due]."""
+    """Return the ops that run backwards t..s with `held` memory slots occupied and `due` slots to be copied in."""
     ops: list[Op] = []
     todo: list[tuple[int, int, int, int] | Backward] = [(s, t, held, due)]
     while todo:
@@ -635,7 +667,10 @@ def rerun(task: PofoTask, back: Back, s: int, t: int, held: int, due: int) -> li
 
 @jit
 def _choose(task: PofoTask, back: Back, s: int, t: int, kept: int, due: int) -> tuple[int, int, int]:
-    """Return the best choice of back[s, t, kept, due]: (option, cut, D of the rest); option or cut is -1."""
+    """Return the best choice for backwards t..s: (option to save s, block to cut after, slots left to copy back).
+
+    `kept` slots are in use, and `due` slots are to be copied back. Option or cut is -1.
+    """
     sizes, link = task.sizes, task.link
     best, save, cut, rest = np.inf, -1, -1, 0
     trial = np.full(1, np.inf)

@@ -1,10 +1,11 @@
-"""Trips to the host: which values of a schedule could be away when, and the schedule in which some of them are.
+"""Trips to the host: when values of a schedule could be offloaded, and the schedule in which some of them are.
 
-A value is away between two ops that read it (or that make it and read it): that is a `ChainTrip`. With trips,
+A value can be offloaded between two ops that read it, or between the op that computes it and one that reads it:
+that is a `ChainTrip`. With trips, a schedule has
 
-    Off(v)    right after the op that makes v, once however often it is away
-    Pre(v)    as soon as it fits into memory until it is read, in the order in which values are read
-    Drop(v)   where v is already on the host and leaves again
+    Off(v)    right after the op that computes v, once even if v has several trips
+    Pre(v)    as soon as v fits into memory until it is read, in the order in which values are read
+    Drop(v)   at the start of a further trip, since v is already on the host
 
 If several values could use the same memory, `simulate` gives it to the first of them.
 """
@@ -22,17 +23,17 @@ from fxremat.solvers.sizes import Ints
 
 @dataclass(frozen=True, kw_only=True)
 class ChainTrip:
-    """A value that could be on the host between two ops, which are numbered from 0 without the drops."""
+    """A value that could be on the host between two ops; ops have indices from 0, drops not counted."""
 
     value: Value
     size: int  # bytes
-    made: int  # the op that makes it, -1 for the chain's input
-    start: int  # the op that made or read it last
-    end: int  # the op that reads it next
+    made: int  # index of the op that computes the value; -1 for the chain's input
+    start: int  # index of the last op before the trip that computes or reads the value
+    end: int  # index of the op that reads the value next
 
     @property
     def away(self) -> slice:
-        """The places of a schedule (indices of what `needs` returns) at which the trip frees memory."""
+        """Indices of the moments (in what `needs` returns) at which the trip frees memory."""
         return slice(3 * self.start + 3, 3 * self.end + 2)
 
 
@@ -45,7 +46,7 @@ class _Item:
 
 
 def trips(chain: Chain, schedule: Schedule) -> list[ChainTrip]:
-    """Return every trip that frees anything in a schedule without copies, in the order of their ends."""
+    """Return all trips that free memory in a schedule without copies, in the order of their ends."""
     device = {Value("a", 0): _Item(Value("a", 0), chain.input_bytes, -1, -1)}
     found: list[ChainTrip] = []
     step = 0
@@ -83,21 +84,20 @@ def trips(chain: Chain, schedule: Schedule) -> list[ChainTrip]:
 
 
 def needs(chain: Chain, schedule: Schedule) -> Ints:
-    """Return the bytes at every place of a schedule (`chains.resolved`): copies out are instant, copies back latest."""
+    """Return the bytes needed at each moment; copies to the host are instant, copies from it as late as possible."""
     return np.array(read(chain, schedule).base, dtype=np.int64)
 
 
 def travel(
     schedule: Schedule, chosen: Sequence[ChainTrip], need: Ints, mem: int, *, in_part: bool = False
 ) -> Schedule:
-    """Return a schedule without copies with those of the chosen trips to the host added.
+    """Add the copies of chosen trips to the host to a schedule without copies.
 
-    `need`: the bytes that it then needs at every place; `mem`: the budget in bytes.
-
-    With `in_part`, the copy of a value back starts as soon as a byte of it fits, which the fluid model can use; in the
-    other model the copy waits until all of it fits.
+    `need`: the bytes that the schedule then needs at each moment; `mem`: the budget in bytes. With `in_part`,
+    the copy back of a value starts as soon as one byte of it fits, which suits simulation with
+    accounting="fluid"; otherwise it starts when all of the value fits.
     """
-    before: dict[int, list[Op]] = {}  # the op before which tokens are inserted -> the tokens
+    before: dict[int, list[Op]] = {}  # index of the op before which ops are inserted -> the ops
     sent: set[tuple[Value, int]] = set()
     ordered = sorted(chosen, key=lambda trip: (trip.end, trip.start, trip.value.kind))
     for trip in ordered:

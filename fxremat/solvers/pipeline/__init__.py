@@ -1,1 +1,1 @@
-"""Pipelined model parallelism: which layers run on which device, in which order, and what each device keeps."""
+"""Plans pipeline parallelism: which layers run on which device, in which order, and what each device saves."""

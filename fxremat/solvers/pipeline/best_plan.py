@@ -1,14 +1,14 @@
-"""The best plan of all planners, with its lower bound.
+"""Runs all planners of pipelines and returns the best plan, with a lower bound on its time.
 
-    contiguous   exact over contiguous allocations, their configurations and k-periodic 1F1B*      (`contiguous`)
-    madpipe      one device with many stages, schedules by modulo scheduling                  (`madpipe`, `modulo`)
-    short        all allocations, if there are few layers                                     (`moves`)
-    moves        from the best of them, as far as the effort goes                             (`moves`)
+    contiguous   exact over contiguous allocations, what their stages recompute, and k-periodic 1F1B* schedules
+    madpipe      one device has many stages; schedules by modulo scheduling             (`madpipe`, `modulo`)
+    short        all allocations, if there are few layers                               (`moves`)
+    moves        random changes of the best of these plans, as far as the effort goes   (`moves`)
 
-    The period T is the time between two micro-batches once the pipeline is full. With a given number of micro-batches a
-    step lasts  slots * T + the time of one micro-batch, so that a longer period with fewer groups may be faster: the
-    fastest step wins among the plans found so far, contiguous plans for longer periods, and the plans that moves make
-    of the best of these.
+The period T is the time between two micro-batches once the pipeline is full. With a given number of
+micro-batches a step lasts slots * T + the time of one micro-batch, so that a longer period with fewer
+micro-batches in flight may be faster: the fastest step wins among the plans found so far, contiguous plans for
+longer periods, and the plans that moves make of the best of these.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fxremat.solvers.pipeline.period_bound import lower_bound
 from fxremat.solvers.pipeline.stage_costs import Job, Ways, step_seconds
 from fxremat.solvers.pipeline.tasks import planned
 
-EFFORT = 10.0  # seconds
-_TRY = 1e-3  # seconds of a move, about
-_FEWEST = 300  # moves for a short step
-_NEAR = 1e-3  # relative: a period this close to the bound is as good as it
-_LONGER = 60  # periods tried for a short step
+EFFORT = 10.0  # default seconds of search
+_TRY = 1e-3  # approximate seconds of one random change of a plan
+_FEWEST = 300  # minimum number of random changes if the number of micro-batches is given
+_NEAR = 1e-3  # relative difference below which a period counts as equal to its lower bound
+_LONGER = 60  # number of longer periods tried if the number of micro-batches is given
 
 
 def plan_pipeline(
@@ -42,7 +42,7 @@ def plan_pipeline(
     microbatches: int | None = None,
     effort: float = EFFORT,
 ) -> PipelinePlan:
-    """Return the plan with the shortest period, or with the fastest step of so many micro-batches.
+    """Return the plan with the shortest period or, if `microbatches` is given, with the fastest step.
 
     Args:
         layers: the chain; with the fastest times if `options` says how stages recompute.
@@ -89,7 +89,7 @@ def plan_pipeline(
 def _moved_for_a_short_step(
     job: Job, found: Sequence[PipelinePlan], bound: float, microbatches: int, effort: float
 ) -> Iterator[PipelinePlan]:
-    """Yield plans that random moves make of the plan with the shortest step, and of that with the shortest period."""
+    """Yield plans found by randomly changing the plan with the fastest step, and the one with the shortest period."""
     starts = {
         id(plan): plan
         for plan in (
@@ -106,14 +106,15 @@ def _moved_for_a_short_step(
 
 
 def _plans(job: Job, bound: float, effort: float) -> Iterator[PipelinePlan]:
-    """Yield a plan of each planner that finds a shorter period than the planners before it."""
+    """Yield a plan from each planner that finds a shorter period than the planners before it."""
     best: Pattern | None = None
     try:
         partition = best_partition(job)
         plan = _scheduled(job, partition, bound)
         yield plan
         best = best_pattern(job, partition.stages, below=partition.tick * (1 + 1e-3), skip=partition.skip)
-        if best is not None and best.period < plan.period:  # copies one way that take no time need no link
+        # modulo scheduling is better if copies in one direction take no time, and so need no link
+        if best is not None and best.period < plan.period:
             yield _planned(job, best, bound, "modulo")
     except BudgetTooSmall:
         plan = None
@@ -144,7 +145,7 @@ def _planned(job: Job, pattern: Pattern, bound: float, by: str) -> PipelinePlan:
 
 
 def _for_a_short_step(job: Job, bound: float, microbatches: int, seconds: float) -> Iterator[PipelinePlan]:
-    """Yield contiguous plans for longer and longer periods, while a step may still be faster than `seconds`."""
+    """Yield contiguous plans for increasing periods, while a step may still be faster than `seconds`."""
     placer = Placer(job)
     shortest = placer.best()
     if shortest is None:

@@ -1,14 +1,14 @@
-"""A check that a pipeline's plan can run as it says: an independent simulation, micro-batch by micro-batch.
+"""Checks that a pipeline plan can run as it says, by an independent simulation of each micro-batch.
 
-    order      F of stage s, copy forth, F of stage s + 1, .., B of stage s + 1, copy back, B of stage s
-    devices    run one work at a time; links, one for each pair of devices, make one copy at a time
-    memory     at every start: copies of the weights; what is kept for every micro-batch between the start of its F
-               and the end of its B, and what the micro-batch that is worked on needs in addition; values that wait
-               between two stages of one device; buffers of borders between devices, on both sides, always
+    order      forward of stage s, copy, forward of stage s + 1, .., backward of stage s + 1, copy, backward of stage s
+    devices    each runs one forward or backward at a time; the link of each pair of devices makes one copy at a time
+    memory     at every start: copies of the weights; what each micro-batch saves between the start of its forward
+               and the end of its backward; what the running micro-batch needs in addition; tensors passed between
+               two stages of one device; and, always, buffers on both sides of borders between devices
     orders     run one after the other as `PipelinePlan.orders` lists them, no device waits for ever, and no more
                micro-batches are in flight than the plan says
 
-It shares no code with the planners: times are computed for as many micro-batches as fill the pipeline several times.
+It shares no code with the planners. It simulates as many micro-batches as fill the pipeline several times.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from itertools import pairwise
 from fxremat.errors import InvalidSchedule
 from fxremat.solvers.pipeline.model import PipelinePlan, Work, WorkKind
 
-_TINY = 1e-6  # share of a tick, and of the memory: smaller differences are rounding
-_MORE = 8  # micro-batches in addition to those that fill the pipeline
+_TINY = 1e-6  # fraction of a tick or of the memory; smaller differences are rounding errors
+_MORE = 8  # number of micro-batches beyond those that fill the pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The counts and bytes that the simulation found."""
+    """What the simulation found: micro-batches in flight, and memory."""
 
-    in_flight: tuple[int, ...]  # most micro-batches of each stage between forward and backward
+    in_flight: tuple[int, ...]  # for each stage, the most micro-batches between forward and backward
     memory: tuple[float, ...]  # bytes of each device
 
 
@@ -39,13 +39,13 @@ class Span:
 
     start: float
     end: float
-    place: int  # the stage; of a copy, the stage before the border
+    place: int  # index of the stage; for a copy, of the stage before the border
     microbatch: int
-    what: str  # "F", "B", "forth" or "back"
+    what: str  # "F" (forward), "B" (backward), "forth" (copy of an output) or "back" (copy of a gradient)
 
 
 def check(plan: PipelinePlan) -> Measured:
-    """Simulate the plan. Raises `InvalidSchedule`, which says what goes wrong first."""
+    """Simulate the plan. Raises `InvalidSchedule`, whose message describes the first problem."""
     _check_shape(plan)
     _check_one_microbatch(plan)
     found = list(spans(plan, enough(plan)))
@@ -86,7 +86,7 @@ def _remote(plan: PipelinePlan, border: int) -> bool:
 
 
 def _seconds(plan: PipelinePlan, border: int, what: str) -> float:
-    """Return the seconds of a copy over the border after stage `border`; `what`: "forth" or "back"."""
+    """Return the seconds of a copy between stages `border` and `border` + 1; `what`: "forth" or "back"."""
     layer = plan.layers.layers[plan.stages[border].last]
     if plan.machines.bandwidth is None or not _remote(plan, border):
         return 0.0
@@ -94,7 +94,7 @@ def _seconds(plan: PipelinePlan, border: int, what: str) -> float:
 
 
 def first_microbatch(plan: PipelinePlan) -> Iterator[Span]:
-    """Yield every forward, backward and copy of micro-batch 0, in the order in which they depend on each other."""
+    """Yield every forward, backward and copy of micro-batch 0, each after those it depends on."""
     last = len(plan.stages) - 1
     for place, stage in enumerate(plan.stages):
         start = plan.forward_starts[place]
@@ -120,7 +120,7 @@ def _check_one_microbatch(plan: PipelinePlan) -> None:
 
 
 def enough(plan: PipelinePlan) -> int:
-    """Return a number of micro-batches that is enough to see all that the schedule does: it repeats itself by then."""
+    """Return a number of micro-batches after which the simulated schedule only repeats itself."""
     once = list(first_microbatch(plan))
     deep = (max(span.end for span in once) - min(span.start for span in once)) / plan.tick
     if not deep < 1000:
@@ -131,7 +131,7 @@ def enough(plan: PipelinePlan) -> int:
 
 
 def spans(plan: PipelinePlan, microbatches: int) -> Iterator[Span]:
-    """Yield every forward, backward and copy of so many micro-batches."""
+    """Yield every forward, backward and copy of the first `microbatches` micro-batches."""
     for span in first_microbatch(plan):
         for number in range(microbatches):
             slot = number if plan.skip is None else number + number // plan.skip
@@ -159,7 +159,7 @@ def _check_resources(plan: PipelinePlan, found: list[Span]) -> None:
 
 
 def stays(plan: PipelinePlan, found: list[Span]) -> Iterator[tuple[float, float, int, float]]:
-    """Yield every (start, end, device, bytes) of a value that a device holds for some time."""
+    """Yield (start, end, device, bytes) of every value that a device stores for some time."""
     starts = {(s.what, s.place, s.microbatch): s for s in found}
     for span in found:
         stage = plan.stages[span.place]
@@ -178,9 +178,9 @@ def stays(plan: PipelinePlan, found: list[Span]) -> Iterator[tuple[float, float,
 
 
 def _most(held: list[tuple[float, float, float]], tiny: float) -> float:
-    """Return the largest sum of sizes that are held at one time; `held` has (start, end, size).
+    """Return the largest total size at any time of the (start, end, size) in `held`.
 
-    A stay that ends when another starts does not overlap with it; `tiny` seconds are rounding.
+    Intervals that only touch do not overlap; differences of `tiny` seconds are rounding errors.
     """
     events = []
     for start, end, size in held:
@@ -199,7 +199,8 @@ def _in_flight(plan: PipelinePlan, found: list[Span]) -> list[int]:
     for span in found:
         if span.what == "F":
             alive[span.place].append((span.start, ends[span.place, span.microbatch], 1.0))
-    return [max(1, round(_most(held, _TINY * plan.tick))) for held in alive]  # 1 even if the stage takes no time
+    # at least 1, even if the stage takes no time
+    return [max(1, round(_most(held, _TINY * plan.tick))) for held in alive]
 
 
 def _memory(plan: PipelinePlan, found: list[Span]) -> list[float]:
@@ -212,7 +213,7 @@ def _memory(plan: PipelinePlan, found: list[Span]) -> list[float]:
 
 
 def always(plan: PipelinePlan, device: int) -> float:
-    """Return the bytes that a device always holds: weights, and buffers of borders with other devices."""
+    """Return the bytes that are always allocated on a device: weights, and buffers for copies to other devices."""
     size = 0.0
     for number, stage in enumerate(plan.stages):
         if stage.device != device:
@@ -227,7 +228,10 @@ def always(plan: PipelinePlan, device: int) -> float:
 
 
 def _check_orders(plan: PipelinePlan, microbatches: int) -> None:
-    """Check that each device can run its works in the order that the plan lists, with no more in flight than said."""
+    """Check that each device can run in the order that the plan lists.
+
+    No more micro-batches may be in flight then than the plan says.
+    """
     queues = [list(reversed(works)) for works in plan.orders(microbatches)]
     done: set[Work] = set()
     alive: Counter[int] = Counter()
@@ -250,7 +254,7 @@ def _check_orders(plan: PipelinePlan, microbatches: int) -> None:
 
 
 def _needs(plan: PipelinePlan, work: Work) -> set[Work]:
-    """Return the forwards and backwards that must be done directly before this one."""
+    """Return the forwards or backwards that `work` directly depends on."""
     last = len(plan.stages) - 1
     if work.kind is WorkKind.FORWARD:
         return {Work(work.stage - 1, WorkKind.FORWARD, work.microbatch)} if work.stage else set()

@@ -1,4 +1,4 @@
-"""The best contiguous allocation: which layers form a stage, and how each stage recomputes, for the shortest period.
+"""Finds the best contiguous allocation: which layers form a stage, and what each stage recomputes.
 
     delay[p, j]   least seconds from the end of the forward of layer j to the start of its backward,
                   where layers j+1.. are p stages that fit                                     delay[0, last] = 0
@@ -33,36 +33,39 @@ from fxremat.solvers.pipeline.model import PlannedStage, Way
 from fxremat.solvers.pipeline.stage_costs import Job
 from fxremat.solvers.sizes import Floats, Ints
 
-TOLERANCE = 1e-7  # relative: no allocation that is faster by more is missed
+TOLERANCE = 1e-7  # relative; every allocation that is faster by more than this is found
 
 
 class StageTable(NamedTuple):
-    """The configurations of all stages as arrays [first, last, configuration], the fastest first."""
+    """The ways to train each possible stage as arrays [first layer, last layer, way], fastest way first.
 
-    ways: Ints  # number of configurations
-    seconds: Floats  # forward plus backward
-    kept: Floats  # bytes of a micro-batch between its forward and its backward
-    most: Floats  # bytes of the micro-batch that is worked on
-    fixed: Floats  # [first, last]: bytes whatever is in flight
-    copying: Floats  # [border]: seconds of a micro-batch's copies, forth and back
+    A way is what the stage recomputes, with the resulting seconds and bytes.
+    """
+
+    ways: Ints  # [first, last]: number of ways
+    seconds: Floats  # forward plus backward seconds
+    kept: Floats  # bytes saved by a micro-batch between its forward and its backward
+    most: Floats  # bytes of the micro-batch that is being computed
+    fixed: Floats  # [first, last]: bytes that do not depend on the number of micro-batches in flight
+    copying: Floats  # [border]: seconds to copy the output and its gradient of a micro-batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Stages, one on each device, and the shortest tick at which they fit."""
+    """Contiguous stages, one on each device, with the shortest time between micro-batches for which memory suffices."""
 
     stages: tuple[PlannedStage, ...]
-    tick: float  # seconds between two slots for micro-batches
-    skip: int  # k: every (k + 1)-th slot stays empty; 0: none
+    tick: float  # seconds between two slots; each slot is for one micro-batch, or stays empty
+    skip: int  # k: every (k + 1)-th slot stays empty; 0: none does
 
     @property
     def period(self) -> float:
-        """Seconds between two micro-batches once the pipeline is full, on average."""
+        """Average seconds between two micro-batches once the pipeline is full."""
         return self.tick * (1 + 1 / self.skip) if self.skip else self.tick
 
 
 def table_of(job: Job) -> StageTable:
-    """Tabulate all stages that fit on a device with one micro-batch at a time."""
+    """Return the table of all stages that fit on a device with one micro-batch at a time."""
     found = list(_fitting(job))
     width = max((len(ways) for _, _, ways in found), default=1)
     shape = (job.count, job.count, width)
@@ -92,16 +95,19 @@ def _fitting(job: Job) -> Iterator[tuple[int, int, tuple[Way, ...]]]:
 
 
 class Choices(NamedTuple):
-    """The table of the recursion, [number of stages, their first layer]."""
+    """The table of the dynamic program, [number of stages, first layer of the first of them]."""
 
-    delay: Floats  # seconds
+    delay: Floats  # least seconds between the end of the previous layer's forward and the start of its backward
     last: Ints  # last layer of the first of these stages
-    way: Ints  # the configuration of the first of these stages
+    way: Ints  # index of the first stage's way, that is what it recomputes
 
 
 @jit
 def _place(table: StageTable, choices: Choices, memory: float, tick: float, skip: int) -> int:
-    """Fill the table of the recursion for one tick; return the number of stages that fit, or 0 if no stages do."""
+    """Fill the dynamic program's table for one `tick`; return the number of stages, or 0 if no allocation fits.
+
+    `tick`: seconds between two slots for micro-batches, of which every (skip + 1)-th stays empty.
+    """
     delay, last, way = choices.delay, choices.last, choices.way
     count, devices = table.ways.shape[0], delay.shape[0] - 1
     limit = tick * (1 + 1e-9)
@@ -133,7 +139,10 @@ def _place(table: StageTable, choices: Choices, memory: float, tick: float, skip
 
 
 class Placer:
-    """A search for contiguous stages, one on each device, at any tick; it tabulates the costs of stages once."""
+    """Finds contiguous stages, one on each device, for any time between micro-batches.
+
+    Costs of stages are tabulated once.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -142,9 +151,9 @@ class Placer:
         self._choices = Choices(np.empty(shape), np.zeros(shape, np.int64), np.zeros(shape, np.int64))
 
     def stages(self, tick: float, skip: int = 0) -> tuple[PlannedStage, ...] | None:
-        """Return stages that fit with this tick, seconds between slots of which every (skip + 1)-th stays empty.
+        """Return stages that fit with `tick` seconds between slots for micro-batches; None if none fit.
 
-        None if no stages fit. skip = 0: no slot stays empty.
+        Every (skip + 1)-th slot stays empty; skip = 0: none does.
         """
         job = self.job
         count = _place(self.table, self._choices, job.machines.memory, tick, skip)
@@ -159,13 +168,13 @@ class Placer:
 
     @property
     def longest(self) -> float:
-        """Seconds from which on a longer period changes nothing."""
+        """Seconds beyond which a longer period changes nothing."""
         return float(self.table.seconds.max() * self.job.machines.devices + self.table.copying.sum()) + 1e-300
 
     def best(self, skip: int = 0, below: float = inf) -> Partition | None:
-        """Return the stages with the shortest tick; None if none fit, or none with a tick below `below`.
+        """Return the stages with the shortest tick, the seconds between slots for micro-batches.
 
-        Every (skip + 1)-th slot stays empty; 0: none.
+        None if no stages fit with a tick below `below`. Every (skip + 1)-th slot stays empty; 0: none does.
         """
         found = self._try(min(below * (1 - TOLERANCE), self.longest), skip)
         low = 0.0
@@ -188,10 +197,12 @@ class Placer:
 
 
 def best_partition(job: Job) -> Partition:
-    """Return the contiguous allocation with the shortest period, k-periodic ones included. Seconds for 100 layers.
+    """Return the contiguous allocation with the shortest period; takes seconds for 100 layers.
+
+    Schedules that leave every k-th slot for a micro-batch empty are tried, too.
 
     Raises:
-        BudgetTooSmall: no allocation fits; `.minimum` is the least number of bytes with which one does.
+        BudgetTooSmall: no allocation fits; `.minimum` is the smallest number of bytes for which one does.
     """
     placer = Placer(job)
     found = placer.best()
@@ -205,8 +216,8 @@ def best_partition(job: Job) -> Partition:
 
 
 def least_memory(job: Job) -> int:
-    """Return the fewest bytes for which some contiguous allocation fits, however long its period."""
-    least = [inf] * job.count + [-inf]  # [i]: for layers i.. on the devices used so far
+    """Return the least bytes per device for which a contiguous allocation fits, however long its period."""
+    least = [inf] * job.count + [-inf]  # [i]: least bytes for layers i and later on the devices considered so far
     for _ in range(job.machines.devices):
         least = [
             min(

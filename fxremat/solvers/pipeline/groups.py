@@ -28,7 +28,8 @@ from fxremat.solvers.pipeline.stage_costs import ROUNDING, Job
 
 @dataclass(frozen=True)
 class Element:
-    """A stage, or the copies over a border: it works on each micro-batch once forth and, later, once back."""
+    """A stage, or the copies between two stages: it runs once forward and, later, once backward for each micro-batch.
+    """
 
     forward: float  # seconds
     backward: float  # seconds
@@ -41,7 +42,7 @@ class Element:
 
 @dataclass(frozen=True, kw_only=True)
 class ElementPattern:
-    """The group of each element, and the seconds at which it starts to work on micro-batch 0."""
+    """The group of each element (stage or copies), and the seconds at which it starts to run micro-batch 0."""
 
     groups: tuple[int, ...]
     forward_starts: tuple[float, ...]
@@ -49,7 +50,8 @@ class ElementPattern:
 
 
 def elements_of(job: Job, stages: Sequence[PlannedStage]) -> list[Element]:
-    """Return an element for each stage, and between two stages one for the copies; stages are on different devices."""
+    """Return an element for each stage, and one for the copies between each two stages, which are on different devices.
+    """
     found = []
     for stage in stages:
         found.append(Element(stage.way.forward_time, stage.way.backward_time))
@@ -59,7 +61,7 @@ def elements_of(job: Job, stages: Sequence[PlannedStage]) -> list[Element]:
 
 
 def groups_of(elements: Sequence[Element], tick: float) -> list[int]:
-    """Return the number of every element's group, 1 at the end; no group lasts longer than `tick` seconds."""
+    """Return the index of each element's group, 1 at the end; no group lasts longer than `tick` seconds."""
     groups, group, seconds = [], 1, 0.0
     for element in reversed(elements):
         if seconds + element.seconds > tick * (1 + ROUNDING):
@@ -70,7 +72,7 @@ def groups_of(elements: Sequence[Element], tick: float) -> list[int]:
 
 
 def pattern_of(elements: Sequence[Element], tick: float) -> ElementPattern:
-    """Return the periodic schedule (pattern) of 1F1B* with this period, in seconds."""
+    """Return the periodic schedule of 1F1B* with a period of `tick` seconds."""
     groups = groups_of(elements, tick)
     forward, start = [], 0.0
     for element in elements:
@@ -90,24 +92,24 @@ def pattern_of(elements: Sequence[Element], tick: float) -> ElementPattern:
 
 @jit
 def alive(group: int, skip: int) -> int:
-    """Return how many micro-batches an element of this group has in flight, if every (skip + 1)-th slot stays empty.
+    """Return the number of micro-batches that an element of this group has in flight.
 
-    skip = 0: no slot stays empty.
+    Every (skip + 1)-th slot for a micro-batch stays empty; 0: none does.
     """
     return group if skip == 0 else group - group // (skip + 1)
 
 
 @jit
 def periods(delay: float, tick: float) -> int:
-    """Return ceil(delay / tick), where a whole number of periods up to rounding counts as whole."""
+    """Return ceil(delay / tick), tolerating rounding errors."""
     return ceil(delay / tick * (1 - 1e-9) - 1e-12)
 
 
 @jit
 def joined(delay: float, seconds: float, tick: float) -> float:
-    """Return delay (+) seconds: the time from a forward's end to its backward's start, grown by one more element.
+    """Return the time between a forward's end and its backward's start after one more element runs in between.
 
-    It is delay + seconds if that takes no more whole periods, else seconds after the next whole period.
+    It is delay + seconds if that takes no more whole periods, else `seconds` after the next whole period.
     """
     if periods(delay, tick) == periods(delay + seconds, tick):
         return delay + seconds
@@ -117,9 +119,9 @@ def joined(delay: float, seconds: float, tick: float) -> float:
 def scheduled(
     job: Job, stages: Sequence[PlannedStage], tick: float, *, skip: int | None, bound: float, by: str
 ) -> PipelinePlan:
-    """Return the plan that runs a contiguous allocation by 1F1B* with this tick, without checking that it fits.
+    """Return the plan that runs a contiguous allocation by 1F1B*, without checking that it fits.
 
-    `bound` and `by` are fields of the plan.
+    `tick`: seconds from the start of a micro-batch to that of the next. `bound`, `by`: fields of the plan.
     """
     pattern = pattern_of(elements_of(job, stages), tick)
     counts = [alive(group, skip or 0) for group in pattern.groups[::2]]

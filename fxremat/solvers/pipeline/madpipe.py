@@ -1,4 +1,4 @@
-"""MadPipe: allocations that are not contiguous, with one device that may have any number of stages.
+"""MadPipe: allocations in which one device, the special one, may have any number of stages.
 
     state         layers 1..j to place, p normal devices left, seconds and bytes so far on the special device, the one
                   that may have many stages
@@ -43,29 +43,33 @@ from fxremat.solvers.sizes import Floats
 
 Shorts = NDArray[np.int16]
 
-SECONDS_CELLS, BYTES_CELLS = 101, 21  # of the grid in which states are merged
-_TOLERANCE = 1e-2  # relative: periods closer than this are not told apart
-_MOST_FILLS = 40  # times that the table is filled for one job
-_SHARES = (1.0, 0.85, 0.7, 0.5)  # shares of its memory that the special device may fill, in the order of trial
-_LONGER = (0.0, 0.1, 0.25, 0.5)  # shares of the way from the hoped period to the best known one: periods to try
+# numbers of cells of the grid in which states are merged: for seconds, and for bytes
+SECONDS_CELLS, BYTES_CELLS = 101, 21
+_TOLERANCE = 1e-2  # relative difference below which periods count as equal
+_MOST_FILLS = 40  # maximum number of times that the table is filled for one job
+# fractions of its memory that the device which may run several stages may fill, in the order in which they are tried
+_SHARES = (1.0, 0.85, 0.7, 0.5)
+# periods to try, as fractions of the way from the hoped-for period to the best known one
+_LONGER = (0.0, 0.1, 0.25, 0.5)
 
 
 class Cells(NamedTuple):
-    """The best state of each cell [layers left, devices left, cell of seconds, cell of bytes], and its predecessor."""
+    """The best state for each [layers left, devices left, rounded seconds, rounded bytes], and the state before it."""
 
     delay: Floats
-    load: Floats  # exact seconds of the special device
-    size: Floats  # exact bytes of the special device
-    back: Shorts  # [..., 6]: the state before, the stage configuration, whether the stage is special
+    load: Floats  # exact seconds of the special device, the only one that may run several stages
+    size: Floats  # exact bytes of the special device (the one that may run several stages)
+    # [..., 6]: preceding cell, what the stage recomputes, is it on the special device (which may run several stages)
+    back: Shorts
 
 
 class Limits(NamedTuple):
-    """The limits under which the table is filled once."""
+    """The limits for one filling of the table."""
 
-    memory: float  # bytes of a device
-    share: float  # share of the memory that the special device may fill
-    spare: int  # micro-batches that the special device is hoped not to hold
-    tick: float  # seconds
+    memory: float  # bytes of each device
+    share: float  # fraction of its memory that the special device (of several stages) may fill
+    spare: int  # number of micro-batches in flight that are optimistically not counted on the special device
+    tick: float  # period in seconds
 
 
 @jit
@@ -73,7 +77,10 @@ def _relax(
     cells: Cells, at: tuple[int, int, int, int], x: float, seconds: float, held: float,
     choice: tuple[int, int, int, int, int, int],
 ) -> None:  # fmt: skip
-    """Record a transition to the state `at` if its delay `x` is less than that of all before."""
+    """Record a transition to the state `at` if its delay `x` is less than those recorded before.
+
+    The delay is the time between the end of a layer's forward and the start of its backward.
+    """
     if x < cells.delay[at] or (x == cells.delay[at] and held < cells.size[at]):
         cells.delay[at], cells.load[at], cells.size[at] = x, seconds, held
         for place in range(6):
@@ -82,13 +89,13 @@ def _relax(
 
 @jit
 def _fill(table: StageTable, cells: Cells, limits: Limits) -> tuple[int, int, int]:
-    """Fill all states, and return the first final one as (devices left, two cells), or (-1, -1, -1)."""
+    """Fill all states; return (devices left, two cells) of the first final state, or (-1, -1, -1) if there is none."""
     count, devices, columns, grains = cells.delay.shape
     start = (count - 1, devices - 1, 0, 0)
     cells.delay[:] = np.inf
     cells.delay[start], cells.load[start], cells.size[start] = 0.0, 0.0, 0.0
     for left in range(count - 1, 0, -1):
-        reach = left  # the first layer of the longest stage that ends here
+        reach = left  # first layer of the longest stage that ends with the last unplaced layer
         for i in range(left):
             quick = table.seconds[i, left - 1, 0] <= limits.tick * (1 + 1e-9)
             if reach == left and table.ways[i, left - 1] > 0 and quick:
@@ -110,7 +117,7 @@ def _fill(table: StageTable, cells: Cells, limits: Limits) -> tuple[int, int, in
 def _leave(
     table: StageTable, cells: Cells, limits: Limits, at: tuple[int, int, int, int], reach: int
 ) -> None:
-    """Expand a state: place each stage that ends with its last unplaced layer and starts at layer `reach` or later."""
+    """Expand a state by each stage that ends with its last unplaced layer and begins with layer `reach` or later."""
     left, p, c, m = at
     j, tick = left - 1, limits.tick
     limit, room = tick * (1 + 1e-9), limits.memory * (1 + 1e-9)
@@ -153,9 +160,10 @@ class MadPipe:
         self._cells = Cells(np.empty(shape), np.empty(shape), np.empty(shape), back)
 
     def stages(self, tick: float, *, spare: int = 1, share: float = 1.0) -> tuple[PlannedStage, ...] | None:
-        """Return an allocation of stages that may be feasible with this period; None if there is none.
+        """Return an allocation of stages that may be feasible with a period of `tick` seconds; None if there is none.
 
-        `spare`: micro-batches that the special device is hoped not to hold; `share`: of memory, that it may fill.
+        `spare`: number of micro-batches in flight that are optimistically not counted on the special device,
+        which may have many stages. `share`: fraction of the memory that it may fill.
         """
         self.fills += 1
         final = _fill(self.table, self._cells, Limits(self.job.machines.memory, share, spare, tick))
@@ -182,7 +190,9 @@ class MadPipe:
     def least_tick(
         self, low: float, high: float, *, spare: int = 1, share: float = 1.0, tolerance: float = _TOLERANCE
     ) -> float | None:
-        """Return the least period between `low` and `high` with an allocation of stages; None if even `high` has none.
+        """Return the least period between `low` and `high` for which there is an allocation.
+
+        None if there is none at `high`.
         """
         if self.stages(high, spare=spare, share=share) is None:
             return None
@@ -199,7 +209,7 @@ class MadPipe:
     def allocations(self, low: float, high: float) -> Iterator[tuple[PlannedStage, ...]]:
         """Yield allocations for periods between `low` and `high`, the most promising first."""
         for spare in (1, 0):
-            least = low  # less memory, or less hope, never makes it shorter
+            least = low  # with less memory, or with all micro-batches counted, the period is never shorter
             for share in _SHARES:
                 tick = self.least_tick(least, high, spare=spare, share=share)
                 if tick is None or self.fills > _MOST_FILLS:
@@ -212,7 +222,7 @@ class MadPipe:
 
 
 def merged(job: Job, stages: tuple[PlannedStage, ...]) -> tuple[PlannedStage, ...]:
-    """Merge neighbouring stages on one device that keep everything into one stage."""
+    """Merge neighbouring stages on one device if both recompute nothing."""
     found: list[PlannedStage] = []
     for stage in stages:
         if found and found[-1].device == stage.device:
@@ -228,9 +238,9 @@ def merged(job: Job, stages: tuple[PlannedStage, ...]) -> tuple[PlannedStage, ..
 
 
 def best_madpipe(job: Job, *, low: float, below: float = inf) -> Pattern | None:
-    """Return the periodic schedule (pattern) with the shortest period that is found.
+    """Return the periodic schedule with the shortest period that is found.
 
-    None if none is below `below` seconds; `low` is a lower bound on the period.
+    None if no period is below `below` seconds; `low` is a lower bound on the period.
     """
     if job.machines.devices < 2:
         return None
@@ -250,7 +260,7 @@ def best_madpipe(job: Job, *, low: float, below: float = inf) -> Pattern | None:
 
 
 def as_published(job: Job, *, low: float) -> tuple[Pattern | None, float]:
-    """Return the schedule (pattern) of the one allocation that MadPipe as published finds, and the period it hopes for.
+    """Return the schedule of the allocation that MadPipe finds as published, and the period it assumes.
 
     (None, inf) or (None, period) if there is no allocation, or no schedule for it.
     """

@@ -1,13 +1,12 @@
-"""The model of pipelined model parallelism: a chain of layers, devices, and patterns that repeat.
+"""The model of pipeline parallelism: a chain of layers, devices, and schedules that repeat.
 
     stage      consecutive layers on one device; a device may have several (a non-contiguous allocation)
     period     seconds between two micro-batches once the pipeline is full
     work       a forward or backward of one stage for one micro-batch
-    pattern    a periodic schedule: micro-batch 0 runs each of its works at a start; micro-batch m runs it `slot(m)`
-               ticks later
+    pattern    a periodic schedule: each work of micro-batch 0 has a start; micro-batch m starts it `slot(m)` ticks
+               later
     tick       seconds between two slots, each of which is for one micro-batch, or stays empty
-
-    memory of a device    copies * weights + in flight * kept, of each of its stages, + buffers at its borders  <=  M
+    memory of a device    copies * weights + in flight * saved, of each of its stages, + buffers at borders  <=  M
 
 A pattern that skips every (k + 1)-th slot is k-periodic: fewer micro-batches are in flight, and the period is
 tick * (k + 1) / k (Theorem 16).
@@ -27,15 +26,15 @@ from fxremat.errors import InvalidChain
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer of the chain; times and sizes of one micro-batch."""
+    """One layer of the chain, with its seconds and bytes for one micro-batch."""
 
     name: str = ""
     forward_time: float  # seconds
     backward_time: float  # seconds
     weight_bytes: float  # bytes of one copy of the weights
-    saved_bytes: float  # kept from its forward to its backward
-    output_bytes: float  # of the layer's output, a_l
-    grad_bytes: float  # of the gradient of a_l
+    saved_bytes: float  # bytes saved from its forward to its backward
+    output_bytes: float  # bytes of the layer's output
+    grad_bytes: float  # bytes of the gradient of the output
 
     def __post_init__(self) -> None:
         _check(self)
@@ -64,12 +63,12 @@ MOST_DEVICES = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """Identical devices; each pair of them has a link of its own, which makes one copy at a time."""
+    """Identical devices; each pair of them has its own link, which makes one copy at a time."""
 
     devices: int
     memory: float  # bytes of each device
     bandwidth: float | None  # bytes per second of a link; None: copies take no time
-    copies: float  # how many copies of its weights' bytes a device keeps (two versions and a gradient: 3)
+    copies: float  # number of copies of the weights' bytes on their device (two versions and a gradient: 3)
 
     def __post_init__(self) -> None:
         if not 1 <= self.devices <= MOST_DEVICES:
@@ -81,12 +80,12 @@ class Machines:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A stage configuration: what the stage keeps from forward to backward, and the resulting times."""
+    """A way to train a stage: what it saves and recomputes, as the resulting seconds and bytes."""
 
     forward_time: float  # seconds
-    backward_time: float  # including what it recomputes
-    kept_bytes: float  # per micro-batch between its forward and its backward
-    peak_bytes: float  # most bytes of a micro-batch while the stage works on it
+    backward_time: float  # seconds, including recomputation
+    kept_bytes: float  # bytes saved by a micro-batch between its forward and its backward
+    peak_bytes: float  # peak bytes of a micro-batch while the stage runs its forward or backward
 
     def __post_init__(self) -> None:
         _check(self)
@@ -97,13 +96,13 @@ class Way:
         return self.forward_time + self.backward_time
 
     def bytes(self, in_flight: int) -> float:
-        """Return the bytes of so many micro-batches, one of which is worked on."""
+        """Return the bytes of `in_flight` micro-batches, one of which is being computed."""
         return (in_flight - 1) * self.kept_bytes + max(self.kept_bytes, self.peak_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStage:
-    """Layers first..last (from 0, both included) on one device, in one configuration."""
+    """Layers first..last (indices from 0, both included) on one device, trained in one way."""
 
     first: int
     last: int
@@ -127,39 +126,42 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """An allocation of stages to devices, and a periodic schedule (pattern) of their forwards and backwards.
+    """An allocation of stages to devices, and a periodic schedule of their forwards, backwards and copies.
 
-    Starts are those of micro-batch 0, in seconds. The copies of a border are those of the output of its stage forth,
-    and of its gradient back. A border between two stages of one device copies nothing.
+    Starts are those of micro-batch 0, in seconds. At a border between two stages, the output is copied forth
+    and its gradient back; between two stages of one device nothing is copied.
     """
 
     layers: Layers
     machines: Machines
     stages: tuple[PlannedStage, ...]  # in the order of the chain
-    tick: float  # seconds between two slots for micro-batches
+    tick: float  # seconds between two slots; each slot is for one micro-batch, or stays empty
     skip: int | None  # k: every (k + 1)-th slot stays empty; None: none does
-    forward_starts: tuple[float, ...]  # of each stage
-    backward_starts: tuple[float, ...]  # of each stage
-    forth_starts: tuple[float, ...]  # of each border between two stages
-    back_starts: tuple[float, ...]  # of each border
-    in_flight: tuple[int, ...]  # most micro-batches of each stage between the start of F and the end of B
-    memory: tuple[float, ...]  # bytes of each device
-    bound: float  # seconds; no plan has a shorter period
-    by: str  # the planner that found it
+    forward_starts: tuple[float, ...]  # start of each stage's forward
+    backward_starts: tuple[float, ...]  # start of each stage's backward
+    forth_starts: tuple[float, ...]  # start of the copy of each stage's output to the next stage
+    back_starts: tuple[float, ...]  # start of the copy of each stage's output gradient from the next stage
+    # for each stage, the most micro-batches between the start of the forward and the end of the backward
+    in_flight: tuple[int, ...]
+    memory: tuple[float, ...]  # peak bytes of each device
+    bound: float  # lower bound in seconds on the period of any plan
+    by: str  # name of the planner that found the plan
 
     @property
     def period(self) -> float:
-        """Seconds per micro-batch once the pipeline is full."""
+        """Average seconds between two micro-batches once the pipeline is full."""
         return self.tick if self.skip is None else self.tick * (self.skip + 1) / self.skip
 
     def slot(self, microbatch: int) -> int:
-        """Return the slot of a micro-batch: the number of ticks by which it is later than micro-batch 0."""
+        """Return the slot of a micro-batch: by how many ticks (seconds between slots) it is later than micro-batch 0.
+        """
         return slot_of(microbatch, self.skip)
 
     def orders(self, microbatches: int) -> tuple[tuple[Work, ...], ...]:
-        """Return the works of each device for so many micro-batches, in order.
+        """Return the forwards and backwards of each device for `microbatches` micro-batches, in order.
 
-        Works that start together, some of which take no time, are ordered as the chain requires.
+        If several start at the same time, since some take no time, they are in the order in which they depend
+        on each other.
         """
         timed: list[list[tuple[int, int, int, Work]]] = [[] for _ in range(self.machines.devices)]
         depth = len(self.stages)
@@ -177,7 +179,7 @@ class PipelinePlan:
 
 
 def slot_of(microbatch: int, skip: int | None) -> int:
-    """Return the slot of a micro-batch if every (skip + 1)-th slot stays empty; None or 0: no slot does.
+    """Return the index of the time slot of a micro-batch if every (skip + 1)-th stays empty; None or 0: no slot does.
 
     >>> [slot_of(number, 2) for number in range(5)]
     [0, 1, 3, 4, 6]
@@ -185,11 +187,11 @@ def slot_of(microbatch: int, skip: int | None) -> int:
     return microbatch + microbatch // skip if skip else microbatch
 
 
-_STEPS = 1e7  # parts of a tick: works whose starts are less than one part apart start together
+_STEPS = 1e7  # fractions of a tick: starts that differ by less than 1 / _STEPS of a tick count as equal
 
 
 def _check(data: Any) -> None:
-    """Check that times, sizes and counts are finite, and not below 0."""
+    """Raise `InvalidChain` unless times, sizes and counts are finite and not negative."""
     for field in fields(data):
         value = getattr(data, field.name)
         if isinstance(value, int | float) and not 0 <= value < math.inf:

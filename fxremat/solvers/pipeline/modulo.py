@@ -1,18 +1,19 @@
-"""A periodic schedule (pattern) for any allocation: tasks are placed from the middle of the chain outwards.
+"""Finds a periodic schedule for any allocation by modulo scheduling, from the end of the chain of tasks outwards.
 
-A task is a forward (F) or backward (B) of a stage, or a copy between two stages; each has a start in the period.
+A task is a forward (F) or backward (B) of a stage, or a copy between two stages; each has a start in the
+period.
 
-    F of the last stage starts at 0, its B right after it; then, stage by stage towards the first,
-    copy forth and F     as late as possible before what comes after them
-    copy back and B      as early as possible after what comes before them
+    F of the last stage starts at 0, and its B follows; then, stage by stage towards the first,
+    copy of the output, and F      are placed as late as possible before the task that depends on them
+    copy of the gradient, and B    are placed as early as possible after the task that they depend on
     in the time that their device or link has left, modulo the period
 
-Each stage is then in flight as shortly as the stages after it allow; on devices with one stage each this is 1F1B*. If
-stages share a device the first place is not always the best: each task may also take later places next to other tasks
-of its resource, or at a distance that tasks still to be placed will need. Places are tried in the order of how often
-another than the first was taken (far ones count twice), up to a number of steps (limited discrepancy search); at any
-time the placed tasks of a device must fit in its memory. This is modulo scheduling, as compilers pipeline loops; A.
-Shilova's thesis (2021) solves a mixed integer program instead (`ilp`).
+Each stage is then in flight as briefly as the stages after it allow; on devices with one stage each this is
+1F1B*. If stages share a device the first start is not always the best: each task may also take a later start
+next to other tasks of its resource, or at a distance that tasks still to be placed will need. Starts are tried
+in the order of how often another than the first was taken (far ones count twice), up to a number of steps
+(limited discrepancy search); at any time the placed tasks of a device must fit into its memory. Compilers
+pipeline loops in the same way; A. Shilova's thesis (2021) solves a mixed integer program instead (`ilp`).
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from fxremat.solvers.pipeline.stage_costs import Job
 from fxremat.solvers.pipeline.tasks import PipelineTasks, bytes_of, least_period, tasks_of, tight
 from fxremat.solvers.sizes import Floats, Ints
 
-STEPS = 3000  # placements in one search
-_DISCREPANCIES = 5  # how often one search may take another place than the first, at most
-_TRIES = 12  # periods that are tried between the bound and the best found
-_MIXTURES = 3  # random orders of tasks that are tried
-_GAP = 1e-4  # relative: periods closer than this count as equal
+STEPS = 3000  # maximum number of task placements in one search
+_DISCREPANCIES = 5  # maximum number of times that one search may take another start than the first
+_TRIES = 12  # number of periods tried between the lower bound and the best found
+_MIXTURES = 3  # number of random orders of tasks that are tried
+_GAP = 1e-4  # relative difference below which periods count as equal
 
 
 @jit
 def _clear(tasks: PipelineTasks, starts: Floats, placed: Ints, task: int, start: float, tick: float) -> bool:
-    """Tell whether a task with this start overlaps no placed task of its resource."""
+    """Tell whether a task with this start overlaps no placed task of the same device or link."""
     tiny = tick * 1e-9
     for other in range(starts.size):
         if placed[other] == 0 or tasks.resource[other] != tasks.resource[task]:
             continue
-        after = (start - starts[other]) % tick  # since the start of the other
+        after = (start - starts[other]) % tick  # time since the other task's start
         if after > tick - tiny:
             after = 0.0
         overlap = after < tasks.seconds[other] - tiny or after + tasks.seconds[task] > tick + tiny
@@ -56,7 +57,7 @@ def _clear(tasks: PipelineTasks, starts: Floats, placed: Ints, task: int, start:
 
 @jit
 def _rooms(tasks: PipelineTasks, placed: Ints, task: int, rooms: Floats) -> int:
-    """Write to `rooms` gaps that tasks still to be placed on a task's resource will need; return their number.
+    """Write to `rooms` the gaps that unplaced tasks of the same device or link will need; return their number.
 
     They are 0, the seconds of each such task, and sums of the seconds of forwards, and of backwards.
     """
@@ -82,24 +83,24 @@ def _rooms(tasks: PipelineTasks, placed: Ints, task: int, rooms: Floats) -> int:
 
 
 class SearchState(NamedTuple):
-    """The state of a search: the tasks placed so far, and the places still to be tried on each level."""
+    """The state of a search: the tasks placed so far, and the starts still to be tried for each."""
 
     starts: Floats  # seconds at which each task starts
-    placed: Ints  # of each task: 1 if it is placed
-    places: Floats  # [level]: starts that the level's task may have
-    number: Ints  # [level]: number of places; -1 if they are not computed
-    taken: Ints  # [level]: the place that is tried, -1 before the first
-    rooms: Floats  # scratch for `_rooms`
+    placed: Ints  # [task]: 1 if it is placed, else 0
+    places: Floats  # [level]: possible starts of the task placed at this level of the search
+    number: Ints  # [level]: number of possible starts; -1 if they are not computed yet
+    taken: Ints  # [level]: index of the start that is being tried; -1 before the first
+    rooms: Floats  # buffer that `_rooms` writes the required gaps between tasks to, in seconds
 
 
 @jit
 def _places(
     tasks: PipelineTasks, found: SearchState, level: int, task: int, limit: float, ahead: bool, tick: float, spare: int
 ) -> int:  # fmt: skip
-    """Write starts of a task within a period of `limit`, the nearest first, to `places`; return how many there are.
+    """Write possible starts of a task, within a period of `limit`, nearest first, to `places`; return their number.
 
-    The task ends before the limit if `ahead`, else it starts after it. It touches the limit or another task, or leaves
-    the time between them that tasks still to be placed will need: one of the first `spare` of the rooms.
+    The task ends before the limit if `ahead`, else it starts after it. It touches the limit or another task, or
+    leaves a gap that unplaced tasks will need: one of the first `spare` gaps of `_rooms`.
     """
     starts, seconds, places = found.starts, tasks.seconds[task], found.places[level]
     near = limit - seconds if ahead else limit
@@ -129,7 +130,10 @@ def _places(
 
 @jit
 def _insert(places: Floats, count: int, start: float, away: float, near: float, tiny: float) -> int:
-    """Insert a start among the first `count`, by its distance `away` from `near`, unless present; return the count."""
+    """Insert a start into the first `count` entries, sorted by distance from `near`, unless present.
+
+    Return the new count.
+    """
     place = count
     for earlier in range(count):
         distance = abs(places[earlier] - near)
@@ -148,9 +152,9 @@ def _insert(places: Floats, count: int, start: float, away: float, near: float, 
 
 @jit
 def _look(tasks: PipelineTasks, found: SearchState, level: int, task: int, tick: float, later: bool) -> int:
-    """Write where the task of a level may start to `found.places`; return the number of places.
+    """Write the possible starts of the task of a search level to `found.places`, and return their number.
 
-    `later`: also places at a distance from other tasks, where tasks still to be placed would fit in between.
+    `later`: include starts at a distance from other tasks, if unplaced tasks would fit in between.
     """
     if level == 0:
         found.places[0, 0] = 0.0
@@ -165,13 +169,16 @@ def _look(tasks: PipelineTasks, found: SearchState, level: int, task: int, tick:
 
 @jit
 def _fits(tasks: PipelineTasks, starts: Floats, tick: float, skip: int, device: int, first: int) -> bool:
-    """Tell whether stages first.. of a device fit in memory together with what the other stages surely need."""
+    """Tell whether stages `first` and later of a device fit into its memory.
+
+    What its other stages surely need is counted, too.
+    """
     return bytes_of(tasks, starts, tick, skip, device, first) <= tasks.memory * (1 + 1e-9)
 
 
 @jit
 def _cost(choice: int) -> int:
-    """Return the discrepancies of a choice: none for the first place, one for others, two for far ones."""
+    """Return the discrepancies of a choice of start: 0 for the first, 1 for others, 2 for far ones."""
     return min(1, choice) + min(1, choice // 4)
 
 
@@ -179,7 +186,7 @@ def _cost(choice: int) -> int:
 def _search(
     tasks: PipelineTasks, order: Ints, found: SearchState, tick: float, skip: int, steps: int
 ) -> bool:
-    """Fill `found.starts` with the starts of a periodic schedule that fits; return False if none is found."""
+    """Find starts of all tasks for a periodic schedule that fits, in `found.starts`; return False if none is found."""
     count, total = tasks.device.size, order.size
     starts, placed, number, taken = found.starts, found.placed, found.number, found.taken
     for allowed in range(_DISCREPANCIES + 1):
@@ -188,7 +195,7 @@ def _search(
         number[0] = -1
         while level >= 0:
             task = order[level]
-            if number[level] < 0:  # places not computed yet
+            if number[level] < 0:  # possible starts are not computed yet
                 number[level] = _look(tasks, found, level, task, tick, allowed > 0)
                 taken[level] = -1
             if taken[level] >= 0:
@@ -208,7 +215,7 @@ def _search(
             spent += _cost(choice)
             if (
                 task % 2 == (task >= 2 * count - 1) and placed[total - 1 - task]
-            ):  # an F or a B whose other half is placed
+            ):  # the stage's other task, its forward or backward, is placed already
                 stage = min(task, total - 1 - task) // 2
                 if not _fits(tasks, starts, tick, skip, tasks.device[stage], stage):
                     continue
@@ -225,7 +232,10 @@ def _search(
 
 
 def _order(count: int, backward_first: Sequence[bool]) -> Ints:
-    """Return the order in which tasks are placed; of each stage but the last, F or B comes first."""
+    """Return an order in which tasks are placed.
+
+    `backward_first` tells for each stage whether its backward comes first.
+    """
     total = 4 * count - 2
     order = [2 * count - 2, 2 * count - 1]
     for stage in range(count - 2, -1, -1):
@@ -238,16 +248,19 @@ def _order(count: int, backward_first: Sequence[bool]) -> Ints:
 
 @cache
 def _orders(count: int) -> list[Ints]:
-    """Return orders: F first, B first, and some mixtures of both, since later tasks get the time that is left."""
+    """Return orders of placing tasks: forwards first, backwards first, and some mixtures.
+
+    Orders matter since later tasks get the time that is left.
+    """
     draw = random.Random(count)
     mixed = [[draw.random() < 0.5 for _ in range(count)] for _ in range(_MIXTURES)]
     return [_order(count, first) for first in ([False] * count, [True] * count, *mixed)]
 
 
 class Pattern:
-    """A periodic pipeline schedule: the starts of all tasks of micro-batch 0, and the tick between two slots.
+    """A periodic pipeline schedule: the starts of all tasks of micro-batch 0, and the tick, the time between two slots.
 
-    `skip` is k if every (k + 1)-th slot stays empty; 0: none does.
+    Each slot is for one micro-batch. `skip` is k if every (k + 1)-th slot stays empty; 0: none does.
     """
 
     def __init__(self, stages: Sequence[PlannedStage], starts: Floats, tick: float, skip: int) -> None:
@@ -258,11 +271,11 @@ class Pattern:
 
     @property
     def period(self) -> float:
-        """Seconds between two micro-batches once the pipeline is full, on average."""
+        """Average seconds between two micro-batches once the pipeline is full."""
         return self.tick * (1 + 1 / self.skip) if self.skip else self.tick
 
     def seconds(self, microbatches: int | None) -> float:
-        """Return the seconds of a step with so many micro-batches; for None, the period."""
+        """Return the seconds of a step with `microbatches` micro-batches; for None, the period."""
         if microbatches is None:
             return self.period
         one = float(self.starts[-1] - self.starts[0]) + self.stages[0].way.backward_time
@@ -270,7 +283,7 @@ class Pattern:
 
     @classmethod
     def of(cls, plan: PipelinePlan) -> Pattern:
-        """Return the periodic schedule of a pipeline's plan."""
+        """Return the periodic schedule of a pipeline plan."""
         starts = np.zeros(4 * len(plan.stages) - 2)
         starts[: 2 * len(plan.stages) : 2] = plan.forward_starts
         starts[1 : 2 * len(plan.stages) - 1 : 2] = plan.forth_starts
@@ -282,7 +295,7 @@ class Pattern:
 def pattern_at(
     job: Job, stages: Sequence[PlannedStage], tick: float, *, skip: int = 0, steps: int = STEPS
 ) -> Pattern | None:
-    """Return a periodic schedule (pattern) with this tick, the seconds between two slots for micro-batches, or less.
+    """Return a periodic schedule with at most `tick` seconds between two slots for micro-batches.
 
     None if the search finds none that fits.
     """
@@ -306,13 +319,13 @@ def pattern_at(
 def best_pattern(
     job: Job, stages: Sequence[PlannedStage], *, below: float = inf, skip: int = 0, steps: int = STEPS
 ) -> Pattern | None:
-    """Return the periodic schedule (pattern) with the shortest tick, the seconds between two slots for micro-batches.
+    """Return the periodic schedule with the shortest tick, the seconds between two slots for micro-batches.
 
-    None if the search finds none below `below`. Every (skip + 1)-th slot stays empty; 0: none.
+    None if the search finds none below `below`. Every (skip + 1)-th slot stays empty; 0: none does.
     """
     tasks = tasks_of(job, stages)
     low = least_period(tasks)
-    total = float(tasks.seconds.sum())  # with this tick, one micro-batch at a time has the devices
+    total = float(tasks.seconds.sum())  # with this tick, only one micro-batch runs at a time
     high = min(below * (1 - _GAP), total)
     if low > high:
         return None

@@ -1,12 +1,12 @@
-"""Moves that improve a known allocation, and a search over all allocations of a short chain.
+"""Improves a known allocation by random moves, and searches all allocations of a short chain.
 
-    moves         a border goes one or two layers left or right; a stage goes to another device; two stages swap theirs;
-                  a stage is split, and one part goes to another device; a stage gets another configuration
+    moves         a border between stages moves by one or two layers; a stage moves to another device; two stages
+                  swap devices; a stage is split, and one part moves to another device; a stage recomputes more or less
 
-A move is kept if `modulo` finds a pattern with a shorter period, or with the same period and more evenly loaded
-devices. If the number of micro-batches of a step is given, the seconds of a step count instead: fewer stages may be
-worth a longer period. Moves are drawn from a generator with a fixed seed, so that the same job always has the same
-answer.
+A move is kept if `modulo` finds a schedule with a shorter period, or with the same period and more evenly
+loaded devices. If the number of micro-batches of a step is given, the seconds of a step count instead: fewer
+stages may be worth a longer period. Moves are drawn from a generator with a fixed seed, so that the same job
+always has the same answer.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from fxremat.solvers.pipeline.model import PlannedStage, Way
 from fxremat.solvers.pipeline.modulo import Pattern, best_pattern, pattern_at
 from fxremat.solvers.pipeline.stage_costs import Job
 
-SHORT = 7  # layers
-_MOST_WAYS = 64  # configurations tried for one allocation
-_GAIN = 1e-4  # relative: a smaller gain is not worth a move
-_STEPS = 600  # placements of tasks that the search for one schedule may make
-_TICKS = (1.0, 1.0, 1 - 1e-3, 1.02, 1.1)  # multiples of the best tick that are tried for a short step
+SHORT = 7  # maximum number of layers of a short chain
+_MOST_WAYS = 64  # maximum combinations of what stages recompute that are tried for one allocation
+_GAIN = 1e-4  # relative gain below which a move is rejected
+_STEPS = 600  # maximum number of task placements in the search for one schedule
+# multiples of the best tick (the time between slots) tried if the number of micro-batches is given
+_TICKS = (1.0, 1.0, 1 - 1e-3, 1.02, 1.1)
 
-Piece = tuple[int, int, int, int]  # first, last, device, number of the configuration
+Piece = tuple[int, int, int, int]  # first layer, last layer, device, index of what the stage recomputes
 
 
 def improved(
     job: Job, start: Pattern, *, tries: int, floor: float, microbatches: int | None = None, seed: int = 0
 ) -> Pattern:
-    """Return the best periodic schedule (pattern) after `tries` random moves from `start`, which it may be.
+    """Return the best periodic schedule after `tries` random moves from `start`, which may be `start` itself.
 
-    The search ends early if the period is as short as the bound `floor`. With `microbatches`, the seconds of a step of
-    so many count, not the period.
+    The search ends early if the period reaches the lower bound `floor`. If `microbatches` is given, the seconds
+    of a step with that many micro-batches are minimized, not the period.
     """
     draw = random.Random(seed)
     best = start
@@ -60,9 +61,9 @@ def improved(
 
 
 def _spread(job: Job, pieces: Sequence[Piece]) -> float:
-    """Return how unevenly devices are loaded: the sum of squared seconds.
+    """Return how unevenly devices are loaded, as the sum of squared seconds.
 
-    More even allocations are closer to better ones.
+    Evenly loaded allocations are usually closer to better ones.
     """
     loads = [0.0] * job.machines.devices
     for first, last, device, way in pieces:
@@ -79,7 +80,7 @@ def _stages(job: Job, pieces: Sequence[Piece]) -> list[PlannedStage]:
 
 
 def _moved(job: Job, pieces: list[Piece], draw: random.Random) -> list[Piece]:
-    """Return the pieces, an allocation of stages, after one random move; unchanged if that move is impossible."""
+    """Return an allocation of stages after one random move; unchanged if that move is impossible."""
     place = draw.randrange(len(pieces))
     first, last, device, way = pieces[place]
     other = draw.randrange(job.machines.devices)
@@ -107,7 +108,7 @@ def _moved(job: Job, pieces: list[Piece], draw: random.Random) -> list[Piece]:
 
 
 def _joined(job: Job, pieces: list[Piece]) -> list[Piece]:
-    """Merge neighbouring stages on one device into one stage, with a configuration that it has."""
+    """Merge neighbouring stages on one device into one stage."""
     found: list[Piece] = []
     for first, last, device, way in pieces:
         if found and found[-1][2] == device:
@@ -117,9 +118,9 @@ def _joined(job: Job, pieces: list[Piece]) -> list[Piece]:
 
 
 def best_of_all(job: Job, *, below: float, floor: float) -> Pattern | None:
-    """Return the best periodic schedule (pattern) over all allocations of a chain of `SHORT` layers or fewer.
+    """Return the best periodic schedule over all allocations of a chain of at most `SHORT` layers.
 
-    None for longer chains, or if none has a period below `below`; `floor` is a lower bound on the period.
+    None for longer chains, or if no period is below `below`; `floor` is a lower bound on the period.
     """
     best: Pattern | None = None
     if job.count > SHORT:
@@ -135,7 +136,8 @@ def best_of_all(job: Job, *, below: float, floor: float) -> Pattern | None:
 
 
 def _sharings(count: int, devices: int) -> Iterator[tuple[int, ...]]:
-    """Yield the device of each layer, for every assignment of layers to devices up to a renaming of the devices."""
+    """Yield each assignment of layers to devices, as the device of each layer, without those that only rename devices.
+    """
 
     def grown(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(chosen) == count:
@@ -148,9 +150,9 @@ def _sharings(count: int, devices: int) -> Iterator[tuple[int, ...]]:
 
 
 def _variants(job: Job, devices: Sequence[int]) -> Iterator[list[PlannedStage]]:
-    """Yield ways to make stages of layers on given devices: runs of neighbours on one device, or one layer each.
+    """Yield ways to form stages if the device of each layer is given: runs of neighbours, or one layer each.
 
-    Both come in all configurations, up to a number of them.
+    What the stages recompute is varied, up to a number of combinations.
     """
     runs: list[tuple[int, int]] = []
     for layer, device in enumerate(devices):

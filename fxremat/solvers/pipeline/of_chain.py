@@ -1,15 +1,15 @@
-"""A chain of blocks as layers of a pipeline, and stage configurations that recompute.
+"""Turns a chain of blocks into layers of a pipeline, and lists ways to train stages with recomputation.
 
-    layer l       weights are its parameters; it keeps A_l and its input instead of its output
-    stage i..j    keep        every block under the options that a price of memory selects, for several prices
-                  prefix      blocks i..m run again from the stage's input, the others keep what they save
-                  segments    all blocks run again, in segments that start from checkpoints
+    layer l       its weights are the block's parameters; it saves what the block saves, and its input
+    stage i..j    keep        saves each block with the option that a price of memory selects, for several prices
+                  prefix      recomputes blocks i..m from the stage's input, and saves the others
+                  segments    recomputes all blocks, in segments that start from checkpoints
+    kept          the stage's input and what is saved, its output included: more than a stage that has sent its
+                  output away may need
+    peak          what is kept and, during the backward, gradients and scratch, or a recomputed segment
 
-    kept          a_(i-1) + what is saved, a_j included: more than a stage that has sent a_j away may need
-    peak          what is kept and, while the backward runs, gradients and scratch, or a segment that was run again
-
-    Which of them is best depends on how many micro-batches are in flight, so that the planner chooses. Chain solvers
-    find more configurations of a stage; these here can be listed at once for thousands of stages.
+Which way is best depends on how many micro-batches are in flight, so the planner chooses. Chain solvers find
+more ways; these can be listed at once for thousands of stages.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fxremat.chains.chain import Chain
 from fxremat.solvers.pipeline.model import Layer, Layers, Way
 from fxremat.solvers.pipeline.stage_costs import Ways, undominated
 
-_PRICES = 4  # prices of memory besides 0, at most
-_SEGMENTS = (1, 2, 3, 4, 6, 8)  # numbers of segments that are tried
-_PREFIXES = (0.25, 0.5, 0.75)  # shares of the saved bytes that a prefix which runs again has
+_PRICES = 4  # maximum number of positive prices (seconds for each byte saved) at which options of blocks are compared
+_SEGMENTS = (1, 2, 3, 4, 6, 8)  # numbers of recomputed segments that are tried
+_PREFIXES = (0.25, 0.5, 0.75)  # fractions of a stage's saved bytes that belong to the recomputed prefix
 
 
 def layers_of(chain: Chain) -> Layers:
-    """Return each block as a layer that keeps everything, under its fastest option."""
+    """Return each block as a layer that saves everything, with its fastest option."""
     parameters = [block.weight_grad_bytes for block in chain.blocks]
-    if not any(parameters):  # a chain without sizes of gradients
+    if not any(parameters):  # the chain has no sizes of weight gradients
         parameters = [block.weight_bytes for block in chain.blocks]
     return Layers(
         input_bytes=chain.input_bytes,
@@ -56,7 +56,7 @@ def _fastest_saved(chain: Chain, place: int) -> int:
 
 
 def ways_of(chain: Chain) -> Ways:
-    """Return a function that lists the configurations of every stage of a chain."""
+    """Return a function that lists the ways to train each stage (run of blocks) of a chain: what is recomputed."""
     prices = _prices(chain)
     priced = [_Priced.of(chain, price) for price in prices]
 
@@ -81,7 +81,7 @@ def ways_of(chain: Chain) -> Ways:
 
 
 def _prices(chain: Chain) -> list[float]:
-    """Return prices of memory in seconds per byte: 0, and some just above those at which blocks change their option."""
+    """Return prices of memory in seconds per byte: 0, and some just above those at which a block changes its option."""
     ratios = []
     for block in chain.blocks:
         fast = min(block.choices, key=lambda o: (o.backward_time, o.saved_bytes))
@@ -99,13 +99,14 @@ def _prices(chain: Chain) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Priced:
-    """A chain under the options that one price of memory selects; entry b of a sum is over blocks 0..b - 1."""
+    """A chain whose blocks have the options that one price of memory selects; entry b of a sum is over blocks 0..b - 1.
+    """
 
     chain: Chain
-    forward: list[float]  # sums of seconds
-    backward: list[float]  # sums of seconds
-    saved: list[float]  # sums of bytes
-    beside: list[float]  # of each block: bytes of gradients and scratch while it runs
+    forward: list[float]  # entry b: seconds of the forwards of blocks 0..b - 1
+    backward: list[float]  # entry b: seconds of the backwards of blocks 0..b - 1
+    saved: list[float]  # entry b: bytes that blocks 0..b - 1 save
+    beside: list[float]  # [block]: bytes of gradients and scratch while its backward runs
 
     @classmethod
     def of(cls, chain: Chain, price: float) -> _Priced:
@@ -130,14 +131,15 @@ class _Priced:
         )
 
     def cut(self, first: int, last: int, saved: float) -> int:
-        """Return 1 + the first block of first..last after which the chain has saved `saved` bytes from its start on."""
+        """Return 1 + the first block of first..last after which the chain's blocks so far save `saved` bytes or more.
+        """
         for place in range(first, last):
             if self.saved[place + 1] >= saved:
                 return place + 1
         return last + 1
 
     def way(self, first: int, last: int, again: tuple[int, ...]) -> Way:
-        """Return the configuration that reruns segments again[k] .. again[k + 1] - 1 and keeps the blocks after it."""
+        """Return the way that recomputes the segments again[k] .. again[k + 1] - 1 and saves the blocks after them."""
         entering = self.chain.output_sizes[first]
         after = again[-1] if again else first
         kept = entering + self.saved[last + 1] - self.saved[after]

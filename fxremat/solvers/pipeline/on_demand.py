@@ -1,10 +1,10 @@
-"""Stage configurations on demand: exact ones where they matter, approximate ones elsewhere.
+"""Computes exact ways to train stages only for those stages that plans may want; uses estimates for all others.
 
-    rough     approximate configurations (programs, with seconds and bytes) of any stage, which are known at once
-    exact     configurations that take seconds of search for each stage: computed for stages that a plan may want
+    rough     estimated ways (what is recomputed, with seconds and bytes) of any stage, available at once
+    exact     ways that take seconds of search for each stage
 
-Plan with the configurations known so far, compute exact ones of the stages in the plan and of those with a border one
-layer away, plan again: a few dozen stages of hundreds become exact.
+Plan with the ways known so far, compute exact ones for the stages of the plan and for those with a border one
+layer away, and plan again: a few dozen stages of hundreds become exact.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fxremat.errors import BudgetTooSmall
 from fxremat.solvers.pipeline.model import PipelinePlan, PlannedStage, Way
 from fxremat.solvers.pipeline.stage_costs import Ways
 
-ROUNDS = 8  # rounds of planning, at most
+ROUNDS = 8  # maximum number of rounds of planning
 
 
 @dataclass(eq=False)
 class OnDemandCosts:
-    """Stage configurations: exact ones for the stages that a plan has asked about, approximate ones for all others."""
+    """Ways to train stages (what is recomputed): exact for the stages passed to `ask`, estimated for all others."""
 
     rough: Ways
     exact: Ways
@@ -32,7 +32,7 @@ class OnDemandCosts:
         return self.exact(first, last) if (first, last) in self.known else self.rough(first, last)
 
     def ask(self, stages: Sequence[PlannedStage], *, around: bool = True) -> bool:
-        """Ask for exact configurations of these stages, and of those with a border one layer away if `around`.
+        """Use exact ways of training for these stages and, if `around`, for those with a border one layer away.
 
         Return whether any of them were not exact before.
         """
@@ -54,9 +54,10 @@ class OnDemandCosts:
                 yield first, last
 
     def settle(self, planned: Callable[[float], PipelinePlan], memory: float) -> None:
-        """Plan for devices of `memory` bytes and ask for exact costs of the plan's stages, until all of them are exact.
+        """Plan for devices of `memory` bytes until all stages of the plan have exact costs.
 
-        If nothing fits, plan for the least memory: exact configurations may need less than rough ones, or more.
+        If nothing fits, plan for the least memory that does: exact ways may need less than estimated ones, or
+        more.
         """
         for _ in range(ROUNDS):
             try:

@@ -1,11 +1,11 @@
-"""Lower bounds for the period of any pipeline: no plan, contiguous or not, k-periodic or not, is faster.
+"""Lower bounds on the period of any pipeline plan, contiguous or not, k-periodic or not.
 
-load        the seconds of the fastest configurations, divided by the number of devices
-layer       the seconds of the fastest stage that contains a layer, for the layer where they are most
-Little      if nothing is recomputed: a layer keeps its bytes from its forward to its backward, which is at least
-            the seconds of all layers from it on; multiplied by the rate, that is what it holds on average, and
-            all devices together have no more than all of their memory:
-            T >= sum of saved(l) * U(l..) / (devices * M - copies * weights)
+    load        the seconds of all stages at their fastest, divided by the number of devices
+    layer       the maximum over layers of the seconds of the fastest stage that contains the layer
+    Little      (Little's law) if nothing is recomputed: a layer keeps its bytes from its forward to its backward, which
+                is at least the seconds of all layers from it on; multiplied by the rate, that is the average memory it
+                occupies, and all devices together have no more than all of their memory:
+                T >= sum of saved(l) * U(l..) / (devices * M - copies * weights)
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from fxremat.solvers.pipeline.stage_costs import Job
 
 
 def lower_bound(job: Job) -> float:
-    """Return seconds per micro-batch that no plan beats; infinite if nothing can fit. O(layers^2) configurations."""
+    """Return a lower bound in seconds on the time per micro-batch of any plan; infinite if nothing can fit.
+
+    It examines O(layers^2) stages.
+    """
     fastest = _fastest(job)
     bound = max(_load(job, fastest), _slowest_layer(job, fastest))
     return bound if job.options is not None else max(bound, _little(job))
 
 
 def _fastest(job: Job) -> list[list[float]]:
-    """Return the seconds of the fastest configuration of each stage, as [first][last]."""
+    """Return the seconds of each stage at its fastest, as [first layer][last layer]."""
     return [
         [
             min((way.seconds for way in job.ways(i, j)), default=inf) if i <= j else inf
@@ -42,7 +45,7 @@ def _load(job: Job, fastest: list[list[float]]) -> float:
 
 
 def _slowest_layer(job: Job, fastest: list[list[float]]) -> float:
-    """Return the maximum over layers of the fastest stage that contains the layer."""
+    """Return the maximum over layers of the seconds of the fastest stage that contains the layer."""
     around = [row[:] for row in fastest]
     for i in range(job.count):
         for j in range(job.count - 1, -1, -1):

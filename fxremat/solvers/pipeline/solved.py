@@ -1,11 +1,11 @@
-"""Stage configurations that a chain solver finds, and plans that use them.
+"""Finds ways to train stages by solving each stage as a chain of its own, and plans that use them.
 
-    configuration   the stage's blocks as a chain of their own, solved for several budgets; the part of a schedule
-                    before its first backward is the stage's forward; what is stored then is kept per micro-batch
+    way             a schedule of the stage's chain for some budget; the ops before its first backward are the
+                    stage's forward, and what is stored then is kept for each micro-batch
     on demand       for the stages of the best contiguous plan so far and those around them (`on_demand`), a few times;
                     then once more for the stages of the best plan of all
 
-Computing them for all stages would take minutes; `of_chain` lists simpler configurations for all of them at once.
+Solving all stages would take minutes; `of_chain` lists simpler ways for all of them at once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from fxremat.solvers.pipeline.of_chain import layers_of, ways_of
 from fxremat.solvers.pipeline.on_demand import OnDemandCosts
 from fxremat.solvers.pipeline.stage_costs import step_seconds
 
-BUDGETS = 6  # budgets that each stage is solved for, evenly from the peak of keep-all to the least that works
-SLOTS = 100  # steps of memory of the chain solver
+# number of budgets for each stage, evenly spaced from the peak without recomputation to the least that works
+BUDGETS = 6
+SLOTS = 100  # number of memory levels in the chain solver's table
 
 
 def plan_chain(
     chain: Chain, machines: Machines, *, microbatches: int | None = None, effort: float = EFFORT
 ) -> PipelinePlan:
-    """Return the best plan for a chain whose stages may recompute; arguments and errors as of `plan_pipeline`."""
+    """Return the best plan for a chain whose stages may recompute; arguments and errors are those of `plan_pipeline`.
+    """
     simple = ways_of(chain)
     ways = OnDemandCosts(
         rough=simple,
@@ -55,7 +57,7 @@ def plan_chain(
 
 
 def solved_ways(chain: Chain, first: int, last: int, solver: str = "persistent") -> list[Way]:
-    """Return configurations of the stage of blocks first..last (from 0), each of a schedule that a chain solver found.
+    """Return ways to train the stage of blocks first..last (indices from 0): what a chain solver recomputes.
 
     It solves the stage's chain for `BUDGETS` budgets.
     """
@@ -75,13 +77,13 @@ def solved_ways(chain: Chain, first: int, last: int, solver: str = "persistent")
         budget = most - (most - least) * number // (BUDGETS - 1)
         try:
             ways.append(way_of(stage, solve(stage, budget, solver=solver, slots=SLOTS)))
-        except BudgetTooSmall:  # slots round sizes up
+        except BudgetTooSmall:  # possible since sizes are rounded up to slots
             continue
     return ways
 
 
 def way_of(stage: Chain, schedule: Schedule) -> Way:
-    """Return the configuration of a stage that follows a schedule; weight gradients are counted elsewhere."""
+    """Return the seconds and bytes of training a stage by a schedule; weight gradients are counted elsewhere."""
     timeline = simulate(stage, schedule)
     turn = next(place for place, op in enumerate(schedule.ops) if isinstance(op, Backward))
     final = len(stage.blocks)

@@ -1,8 +1,7 @@
-"""An allocation of stages to devices as a chain of tasks on resources: from their starts to period and memory.
+"""Represents an allocation as a chain of tasks on devices and links; computes period and memory from their starts.
 
-    F_0, forth_0, F_1, .., F_n, B_n, .., back_0, B_0      each on a device or a link, or on no resource (copies that
-                                                          take no time, and borders between stages of one device)
-
+    F_0, forth_0, F_1, .., F_n, B_n, .., back_0, B_0      forwards, backwards and copies, each on a device or a link, or
+                      on no resource (copies that take no time, and borders between stages of one device)
     tight     the shortest period that the order of tasks on each resource allows: every order requires
               x_v >= x_u + seconds - shift * T, so T is the largest (sum of seconds / sum of shifts) over cycles of such
               edges; found by raising T from cycle to cycle
@@ -22,20 +21,23 @@ from fxremat.solvers.pipeline.model import PipelinePlan, PlannedStage
 from fxremat.solvers.pipeline.stage_costs import Job
 from fxremat.solvers.sizes import Floats, Ints
 
-NEAR = 1e-7  # share of a period: closer times are equal
+NEAR = 1e-7  # fraction of a period; times that differ by less count as equal
 
 
 class PipelineTasks(NamedTuple):
-    """The 4 * n - 2 tasks of n stages: F of stage s is task 2 * s, its B is 4 * n - 3 - 2 * s, copies lie between."""
+    """The 4 * n - 2 tasks of n stages: F of stage s is task 2 * s, its B is 4 * n - 3 - 2 * s, copies lie between.
+
+    F is a forward and B a backward.
+    """
 
     seconds: Floats
-    resource: Ints  # devices first, then links; -1: none
-    kept: Floats  # of each stage: bytes of a micro-batch between its forward and its backward
-    extra: Floats  # of each stage: more bytes of the micro-batch that it works on
-    device: Ints  # of each stage
-    waits: Floats  # of each task: bytes that it leaves until the next task but one starts, on one device
-    always: Floats  # of each device: bytes of weights and buffers
-    memory: float  # bytes of a device
+    resource: Ints  # [task]: index of its device or, after all devices, link; -1: none
+    kept: Floats  # [stage]: bytes saved by a micro-batch between its forward and its backward
+    extra: Floats  # [stage]: additional bytes of the micro-batch that is being computed
+    device: Ints  # [stage]: its device
+    waits: Floats  # [task]: bytes that stay on the device from its end to the start of the next task but one
+    always: Floats  # [device]: bytes of weights and buffers
+    memory: float  # bytes of each device
 
 
 def tasks_of(job: Job, stages: Sequence[PlannedStage]) -> PipelineTasks:
@@ -76,7 +78,7 @@ def tasks_of(job: Job, stages: Sequence[PlannedStage]) -> PipelineTasks:
 
 
 def least_period(tasks: PipelineTasks) -> float:
-    """Return the seconds for which the busiest device or link works on a micro-batch: no period is shorter."""
+    """Return the seconds for which the busiest device or link works on one micro-batch; no period is shorter."""
     loads = np.zeros(int(tasks.resource.max()) + 1)
     for resource, seconds in zip(tasks.resource, tasks.seconds, strict=True):
         if resource >= 0:
@@ -86,7 +88,10 @@ def least_period(tasks: PipelineTasks) -> float:
 
 @jit
 def _slots(low: int, high: int, phase: int, skip: int) -> int:
-    """Count the slots low + 1 .. high that are not left empty; slot 0 is number `phase` of its cycle."""
+    """Count the time slots low + 1 .. high that are used if every (skip + 1)-th slot stays empty.
+
+    `phase` is the index of slot 0 in a cycle of skip + 1 slots.
+    """
     if skip == 0:
         return high - low
     return high - low - ((high + phase + 1) // (skip + 1) - (low + phase + 1) // (skip + 1))
@@ -94,15 +99,15 @@ def _slots(low: int, high: int, phase: int, skip: int) -> int:
 
 @jit
 def _begun(moment: float, start: float, tick: float) -> int:
-    """Return the last slot whose task, at `start` in slot 0, has begun at a moment."""
+    """Return the last slot whose task has begun at `moment`, if the task of slot 0 begins at `start`."""
     return int(np.floor((moment - start) / tick + 1e-7))
 
 
 @jit
 def bytes_of(tasks: PipelineTasks, starts: Floats, tick: float, skip: int, device: int, first: int) -> float:
-    """Return the most bytes that stages `first` and later occupy on a device, by the starts of their tasks.
+    """Return the peak bytes of stages `first` and later on a device, given the starts of their tasks.
 
-    Added to them are the bytes that the stages before surely occupy.
+    The bytes that the stages before `first` surely occupy are added.
     """
     count = tasks.device.size
     total = 4 * count - 2
@@ -116,7 +121,7 @@ def bytes_of(tasks: PipelineTasks, starts: Floats, tick: float, skip: int, devic
     for at in range(first, count):
         if tasks.device[at] != device:
             continue
-        for side in range(4):  # F starts, F has ended, B starts, B has ended
+        for side in range(4):  # forward starts, forward ends, backward starts, backward ends
             task = 2 * at if side < 2 else total - 1 - 2 * at
             moment = starts[task] + (tasks.seconds[task] if side % 2 else 0.0)
             if side % 2 and tasks.waits[task] == 0.0:
@@ -142,9 +147,9 @@ def bytes_of(tasks: PipelineTasks, starts: Floats, tick: float, skip: int, devic
 
 @jit
 def _raised(heads: Ints, tails: Ints, seconds: Floats, shifts: Ints, tick: float, starts: Floats) -> float:
-    """Return the period that some cycle of edges needs if it is more than `tick`; else `tick`, and fill `starts`.
+    """Return the period that some cycle of constraints needs if it exceeds `tick`; else `tick`, and fill `starts`.
 
-    An edge says that task `heads` starts at least `seconds` - `shifts` * period after task `tails`.
+    Constraint e says that task heads[e] starts at least seconds[e] - shifts[e] * period after task tails[e].
     """
     nodes = starts.size
     starts[:] = 0.0
@@ -171,7 +176,7 @@ def _raised(heads: Ints, tails: Ints, seconds: Floats, shifts: Ints, tick: float
 
 
 def tight(tasks: PipelineTasks, starts: Floats, tick: float) -> tuple[Floats, float]:
-    """Return starts with the shortest period that keeps the order of tasks on each resource, and that period.
+    """Return starts with the shortest period that keeps the order of tasks on each device and link, and that period.
 
     `starts` and `tick` themselves are returned if no shorter period is found.
     """
@@ -185,7 +190,7 @@ def tight(tasks: PipelineTasks, starts: Floats, tick: float) -> tuple[Floats, fl
         for place, task in enumerate(lane):
             after = lane[(place + 1) % len(lane)]
             turn = int(place + 1 == len(lane))
-            # x_after - T * slot(after) + T * turn >= x_task - T * slot(task) + seconds
+            # constraint: x_after - T * slot(after) + T * turn >= x_task - T * slot(task) + seconds
             if after != task:
                 edges.append((task, after, tasks.seconds[task], turn + slots[task] - slots[after]))
     tails, heads, seconds, shifts = (np.array(column) for column in zip(*edges, strict=True))
@@ -199,7 +204,7 @@ def tight(tasks: PipelineTasks, starts: Floats, tick: float) -> tuple[Floats, fl
 
 
 def _order(tasks: PipelineTasks, task: int) -> int:
-    """Return the sort key of tasks that start together: those that take no time come first."""
+    """Return the sort key of tasks with equal starts: tasks that take no time come first."""
     return int(tasks.seconds[task] > 0)
 
 
@@ -213,9 +218,9 @@ def planned(
     bound: float,
     by: str,
 ) -> PipelinePlan:
-    """Return the plan whose tasks of micro-batch 0 have these starts, without checking that it fits.
+    """Return the plan in which the tasks of micro-batch 0 have these starts, without checking that it fits.
 
-    `bound` and `by` are fields of the plan.
+    `tick`: seconds between slots for micro-batches; `bound` and `by` are fields of the plan.
     """
     tasks = tasks_of(job, stages)
     count, total = len(stages), starts.size

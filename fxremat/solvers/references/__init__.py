@@ -1,4 +1,4 @@
-"""Published algorithms, kept for comparison; they can be asked for by name. No other solver uses them.
+"""Published algorithms, for comparison; users can choose them by name, but no other solver calls them.
 
 revolve, floating and checkmate solve chains, `offload` chains with a link to the host, `joins` uniform chains that meet
 in a loss, `pipeline` pipelined model parallelism, and `weights` chooses weights that wait on the host. In all of them,

@@ -1,4 +1,4 @@
-"""Checkmate's mixed integer program on the chain: one value per block, which is stored or recomputed.
+"""Checkmate's mixed integer program for a chain: each block has one value, which is stored or recomputed.
 
     phase t = n .. 1 runs some forwards in order, then B_t
 
@@ -30,19 +30,19 @@ from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op, Schedule,
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.solvers.keep_all import fastest
 
-_LONGEST = 40  # blocks of a chain that is tried
+_LONGEST = 40  # maximum number of blocks
 _Floats = npt.NDArray[np.float64]
 
 
 class Row(NamedTuple):
-    """A linear form over the variables, whose value is at most `most`."""
+    """A constraint of the program: the weighted sum of variables is at most `most`."""
 
     weights: dict[int, int]
     most: int
 
 
 def schedules(chain: Chain, mem: int, *, seconds: float = 60) -> list[Schedule]:
-    """Return the fastest schedule of the class above within `mem` bytes, alone in a list.
+    """Return a list with the fastest schedule within `mem` bytes in which every forward saves.
 
     Args:
         chain: up to 12 blocks are solved in seconds.
@@ -63,7 +63,7 @@ def schedules(chain: Chain, mem: int, *, seconds: float = 60) -> list[Schedule]:
 
 
 def _solve(chain: Chain, mem: int, seconds: float) -> _Floats | None:
-    """Return the values of S and R of the fastest solution that fits in `mem` bytes; None if none fits.
+    """Return the values of the variables of the fastest solution that fits into `mem` bytes; None if none fits.
 
     HiGHS may exceed a bound by a millionth; the program is then solved again with less memory.
     """
@@ -86,21 +86,21 @@ def _solve(chain: Chain, mem: int, seconds: float) -> _Floats | None:
 
 
 def _least(chain: Chain, seconds: float) -> int:
-    """Return the least peak, in bytes, of any schedule of this class."""
+    """Return the lowest peak, in bytes, of any schedule in which every forward saves."""
     n, memory = len(chain), _memory(chain)
     unit = max(1, max(sum(row.weights.values()) + row.most for row in memory))
     rows = [*_logic(n), *(Row(row.weights | {2 * n * n: -unit}, -row.most) for row in memory)]
     x = _highs(n, rows, np.eye(1, 2 * n * n + 1, 2 * n * n)[0], seconds)
-    assert x is not None  # keeping everything is a solution
+    assert x is not None  # saving everything is always a solution
     return _peak(memory, x)
 
 
 def _highs(n: int, rows: list[Row], cost: _Floats, seconds: float) -> _Floats | None:
-    """Return the solution of the program with the least cost, S and R being 0 or 1; None if there is none.
+    """Return the solution with the least cost, with the first 2 n^2 variables being 0 or 1; None if there is none.
 
-    A variable after S and R may have any value from 0 to 1. Raises `FxrematError` if the time is not enough.
+    A further variable may have any value from 0 to 1. Raises `FxrematError` if the time limit is too short.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp  # takes a second to import: only when used
+    from scipy.optimize import Bounds, LinearConstraint, milp  # imported here since it takes a second
     from scipy.sparse import lil_matrix
 
     scale = [max([1, *map(abs, row.weights.values())]) for row in rows]
@@ -136,7 +136,10 @@ def _r(n: int, t: int, block: int) -> int:
 
 
 def _fixed(n: int) -> dict[int, int]:
-    """Return variable -> its only possible value, 0: nothing is stored at first, and phase t uses no block after t."""
+    """Return variable -> 0 for variables that are always 0.
+
+    Nothing is stored at first, and no block after t is used before the backward of t.
+    """
     fixed = {_s(n, n, block): 0 for block in range(1, n + 1)}
     for t in range(1, n + 1):
         for block in range(t + 1, n + 1):
@@ -145,7 +148,7 @@ def _fixed(n: int) -> dict[int, int]:
 
 
 def _logic(n: int) -> list[Row]:
-    """Return the rows of validity: a computed value has its input, a kept one exists, and B_t has what it reads."""
+    """Return the constraints of valid schedules: computed values have their inputs, and kept values were computed."""
     rows = []
     for t in range(1, n + 1):
         for block in range(1, t + 1):
@@ -161,7 +164,8 @@ def _logic(n: int) -> list[Row]:
 
 
 def _memory(chain: Chain) -> list[Row]:
-    """Return the bytes alive at every moment as linear forms over S and R; `most` is the constant term, not a bound."""
+    """Return the bytes in use at each moment as sums over the variables; `most` is the constant term here, not a bound.
+    """
     n, phase = len(chain), chain.phase_sizes
     options = [block.choices[fastest(block)] for block in chain.blocks]
     sizes = [0, *(option.saved_bytes for option in options)]
@@ -185,7 +189,7 @@ def _memory(chain: Chain) -> list[Row]:
 
 
 def _peak(memory: list[Row], x: _Floats) -> int:
-    """Return the memory that a solution occupies, in bytes."""
+    """Return the peak bytes of a solution."""
     return max(
         row.most + sum(size for variable, size in row.weights.items() if x[variable]) for row in memory
     )

@@ -1,4 +1,4 @@
-"""Optimal checkpointing of a chain where the stored input may move right, by dynamic programming.
+"""Optimal checkpointing of a chain if a later output may replace a stored one, by dynamic programming.
 
     cost[s, t, l, m]  least recomputation to run backward t..l from block s, l in s..t; a_{s-1} is stored, may be
                       freed at any time unless s = l, and is not counted in m; the gradient of a_t is held
@@ -37,15 +37,15 @@ from fxremat.solvers.sizes import ChainSizes, Ints, in_bytes, in_slots
 from fxremat.solvers.table import Table, table_of
 
 _NEVER = 1 << 60
-_ENTRIES = 1 << 27  # most costs that a table may hold: 8 bytes each, 1 GiB
+_ENTRIES = 1 << 27  # maximum number of costs in a table: 8 bytes each, 1 GiB
 
 
 class CheckpointMoves(NamedTuple):
-    """The memory for replacing the stored a_{s-1} by a_{r-1}, in bytes or in slots."""
+    """The memory needed to replace the stored output of block s-1 by that of block r-1, in bytes or in slots."""
 
-    allowed: Ints  # [s, r]: 1 where a_{r-1} >= a_{s-1} in bytes
-    more: Ints  # [s, r]: a_{r-1} - a_{s-1}
-    run: Ints  # [s, r]: what the forwards s..r-1 need, beyond the phase and a_{s-1}
+    allowed: Ints  # [s, r]: 1 if the output of block r-1 has at least the bytes of that of s-1, else 0
+    more: Ints  # [s, r]: by how much the output of block r-1 is larger than that of s-1
+    run: Ints  # [s, r]: what the forwards s..r-1 need in addition to memory that is in use anyway
 
 
 def build(chain: Chain, mem: int, slots: int) -> Table:
@@ -71,7 +71,7 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 
 def _affordable(low: Ints, high: Ints, slots: int) -> tuple[Ints, Ints]:
-    """Return the bounds of all rows unchanged. Raises `FxrematError` if the rows have more than `_ENTRIES` costs."""
+    """Return the bounds unchanged. Raises `FxrematError` if the table would have more than `_ENTRIES` costs."""
     entries = int(np.where(low <= slots, np.minimum(high, slots + 1) - low, 0).sum())
     if entries > _ENTRIES:
         most = slots * _ENTRIES // entries
@@ -80,12 +80,12 @@ def _affordable(low: Ints, high: Ints, slots: int) -> tuple[Ints, Ints]:
 
 
 def _moves(chain: Chain, slots: int, mem: int) -> CheckpointMoves:
-    """Return the moves in slots of mem / slots bytes each, rounded up."""
+    """Return the memory for replacing stored outputs, in slots of mem / slots bytes each, rounded up."""
     n, out = len(chain), np.array(chain.output_sizes, dtype=np.int64)
     more, run = np.zeros((n + 2, n + 2), dtype=np.int64), np.zeros((n + 2, n + 2), dtype=np.int64)
     for s in range(1, n + 1):
         more[s, s : n + 1] = out[s - 1 : n] - out[s - 1]
-        for r in range(s + 1, n + 1):  # run[s, s] = 0: nothing to run
+        for r in range(s + 1, n + 1):  # run[s, s] stays 0: no forward runs
             one = int(out[r - 1]) + chain.blocks[r - 2].forward_scratch
             before = int(out[r - 2] - out[s - 1]) if r - 1 > s else 0
             run[s, r] = max(run[s, r - 1], one + before)
@@ -100,13 +100,16 @@ def _moves(chain: Chain, slots: int, mem: int) -> CheckpointMoves:
 
 @jit
 def place(n: int, s: int, t: int, l: int) -> int:  # noqa: E741
-    """Return the index of the row of cost[s, t, l]; the row of cut[s, t, l] is (n + 2)^3 further. Row 0 is all zero."""
+    """Return the index of the row cost[s, t, l]; that of cut[s, t, l] is larger by (n + 2)^3. Row 0 is all zeros."""
     return (s * (n + 2) + t) * (n + 2) + l
 
 
 @jit
 def bounds(sizes: ChainSizes, moves: CheckpointMoves, n: int) -> tuple[Ints, Ints]:
-    """Return, for each row, the least memory that works, and one from which on all is kept, in the unit of `sizes`."""
+    """Return, for each row of the table, the least memory that works, and the least one without recomputation.
+
+    Both are in the unit of `sizes`, bytes or slots.
+    """
     phase, out, start, saved = sizes.phase, sizes.out, sizes.start, sizes.saved
     cuts = (n + 2) ** 3
     low = np.full((2 * cuts, 1), _NEVER)
@@ -142,7 +145,7 @@ def bounds(sizes: ChainSizes, moves: CheckpointMoves, n: int) -> tuple[Ints, Int
 
 @jit
 def fill(sizes: ChainSizes, moves: CheckpointMoves, rows: Rows, n: int, s: int, t: int) -> None:
-    """Fill the rows of (s, t) by the recursion; the rows of (s, t') and (s', t), t' < t, s' > s, must be filled."""
+    """Fill the rows of blocks s..t; those of all shorter ranges s..t' and s'..t must be filled."""
     phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
     cuts = (n + 2) ** 3
     for last in range(s, t):
@@ -165,10 +168,10 @@ def fill(sizes: ChainSizes, moves: CheckpointMoves, rows: Rows, n: int, s: int, 
 
 @jit
 def trace(table: Filled, moves: CheckpointMoves, m: int) -> Ints:
-    """Return the op codes of the schedule behind cost[1, n, 1, m], that of the whole chain; m and moves in bytes."""
+    """Return the op codes of the best schedule of the whole chain within m bytes."""
     sizes = table.sizes
     codes = np.zeros(64, dtype=np.int64)
-    todo = [(1, table.n, 1, m)]  # t = 0: the backward of s
+    todo = [(1, table.n, 1, m)]  # (s, t, last, bytes) still to be emitted; t = 0: only the backward of s
     while todo:
         s, t, last, m = todo.pop()
         if t == 0:
@@ -193,7 +196,9 @@ def trace(table: Filled, moves: CheckpointMoves, m: int) -> Ints:
 
 @jit
 def _choose(table: Filled, moves: CheckpointMoves, s: int, t: int, last: int, m: int) -> tuple[int, int]:
-    """Return the fastest choice that fits in m bytes: (option to save block s with, 0), or (any, r) to move to a_{r-1}.
+    """Return the fastest choice that fits into m bytes: (option, 0) to save block s, or (any, r) for a move.
+
+    The move replaces the checkpoint by the output of block r-1.
     """
     sizes, low, n = table.sizes, table.low, table.n
     phase, start, saved, forward = sizes.phase, sizes.start, sizes.saved, sizes.forward
@@ -218,7 +223,7 @@ def _choose(table: Filled, moves: CheckpointMoves, s: int, t: int, last: int, m:
 
 @jit
 def _choose_cut(table: Filled, s: int, t: int, last: int, m: int) -> tuple[int, int]:
-    """Return (j, q) of the fastest cut that fits: forwards run up to j, and B_t .. B_q start again from a_j."""
+    """Return (j, q) of the fastest cut that fits: a checkpoint after block j, from which backwards t..q are run."""
     sizes, low, n = table.sizes, table.low, table.n
     forward, out = sizes.forward, sizes.out
     best, cut, until = np.inf, 0, 0

@@ -1,4 +1,4 @@
-"""Checkpoints only: the optimal schedules of automatic differentiation, made valid for a chain that saves.
+"""Checkpoints only, without saving for several backwards: optimal schedules of automatic differentiation.
 
     cost[s, t, m]   least recomputation to run backward t..s from block s with memory m, where nothing but
                     checkpoints a_j is kept and every B_l comes right after an Fall_l of its own
@@ -50,11 +50,12 @@ def build(chain: Chain, mem: int, slots: int) -> Table:
 
 @jit
 def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
-    """Return, for each (s, t), the least memory that works, and one for which every checkpoint is kept."""
+    """Return, for each pair of blocks s and t, the least memory to run s..t, and the least one with every checkpoint.
+    """
     phase, out, start = sizes.phase, sizes.out, sizes.start
     low = np.full((n + 2, n + 1), _NEVER)
     high = np.full((n + 2, n + 1), _NEVER)
-    low[0, :] = high[0, :] = 0  # row 0 costs nothing
+    low[0, :] = high[0, :] = 0  # row 0 has zero cost
     for t in range(1, n + 1):
         for o in range(start[t], start[t + 1]):
             need = phase[t] + max(sizes.save[o], sizes.back[o])
@@ -71,7 +72,7 @@ def bounds(sizes: ChainSizes, n: int) -> tuple[Ints, Ints]:
 
 @jit
 def fill(sizes: ChainSizes, rows: Rows, n: int) -> None:
-    """Fill every row by the recursion."""
+    """Fill all rows of the table."""
     phase, start, forward = sizes.phase, sizes.start, sizes.forward
     for t in range(1, n + 1):
         for o in range(start[t], start[t + 1]):
@@ -84,7 +85,7 @@ def fill(sizes: ChainSizes, rows: Rows, n: int) -> None:
 
 @jit
 def trace(table: Filled, m: int) -> Ints:
-    """Return the op codes of the schedule behind cost[1, n, m], that of the whole chain, for m bytes."""
+    """Return the op codes of the best schedule of the whole chain within m bytes."""
     sizes, low = table.sizes, table.low
     phase, out, start, forward = sizes.phase, sizes.out, sizes.start, sizes.forward
     codes = np.zeros(64, dtype=np.int64)

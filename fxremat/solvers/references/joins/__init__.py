@@ -1,4 +1,4 @@
-"""Joins of uniform chains, solved to optimality (Theorem 3 of RR-9273), and the baselines of that report."""
+"""Optimal schedules for joins of uniform chains (Theorem 3 of RR-9273), and the baselines of that report."""
 
 from fxremat.solvers.references.joins.uniform import (
     branch_by_branch,

@@ -33,13 +33,13 @@ from fxremat.solvers import binomial
 from fxremat.solvers.rows import least
 from fxremat.solvers.sizes import Floats, Ints
 
-_ENTRIES = 1 << 27  # most costs that a table may hold: 8 bytes each, 1 GiB
-_STEP = 2048  # states that are filled between two moments at which an interrupt can be handled
+_ENTRIES = 1 << 27  # maximum number of costs in a table: 8 bytes each, 1 GiB
+_STEP = 2048  # number of states filled between two moments at which an interrupt can be handled
 
 
 @dataclass(frozen=True, kw_only=True)
 class UniformCosts:
-    """Seconds of a forward, a backward and the loss."""
+    """Seconds of one forward, one backward, and the loss."""
 
     forward: float = 1.0
     backward: float = 1.0
@@ -55,13 +55,13 @@ def multi_chain(
     backward_time: float = 1.0,
     loss_time: float = 1.0,
 ) -> tuple[float, JoinSchedule]:
-    """Return the least makespan of branches of `lengths` blocks in `slots` slots, and a schedule that achieves it.
+    """Return the least total seconds for branches of `lengths` blocks with `slots` stored values, and a schedule.
 
     Args:
-        lengths: L_1 .. L_K.
-        slots: the number of values that fit.
-        keep_gradient: for each branch, whether the gradient of its input stays to the end; by default none does.
-        forward_time, backward_time, loss_time: u_F, u_B, u_L, seconds of a forward, a backward and the loss.
+        lengths: number of blocks of each branch.
+        slots: maximum number of stored values.
+        keep_gradient: for each branch, whether the gradient of its input is kept to the end; by default none is.
+        forward_time, backward_time, loss_time: seconds of one forward, one backward, and the loss.
 
     Raises:
         BudgetTooSmall: `.minimum` is the least number of slots.
@@ -77,10 +77,10 @@ def multi_chain(
 def trade_off(
     lengths: Sequence[int], keep_gradient: Sequence[int] | None = None
 ) -> tuple[list[float], list[float]]:
-    """Return the curve of slots and makespan for every number of slots from the least that works, at unit costs.
+    """Return relative memory and relative time for every number of slots from the least that works.
 
-    They are relative: slots to the sum(L) + K of keep-all, makespans to the least one, 2 sum(L) + 1. A. Shilova's
-    thesis (2021), Fig. 1.8.
+    Slots are relative to those without recomputation, times to the least possible one; a forward, a backward
+    and the loss take 1 second each. A. Shilova's thesis (2021), Fig. 1.8.
 
     >>> [round(y[0], 3) for y in trade_off((2, 2))]
     [0.833, 1.111]
@@ -92,9 +92,9 @@ def trade_off(
 
 
 def equiv_chain(branches: int, length: int, slots: int, *, costs: UniformCosts | None = None) -> float:
-    """Return the makespan if operations at the same distance from the loss are one (EQUIV-CHAIN, RR-9273 section 6).
+    """Return the seconds if operations at the same distance from the loss are merged (EQUIV-CHAIN, RR-9273 section 6).
 
-    All branches have the same length; one value of the chain occupies a slot for each of them.
+    All branches have the same length; one value of the merged chain occupies a slot for each of them.
     """
     costs, m = costs or UniformCosts(), slots // branches
     need = 1 if length == 0 else 2 if length == 1 else 3
@@ -113,9 +113,9 @@ def branch_by_branch(
     *,
     costs: UniformCosts | None = None,
 ) -> float:
-    """Return the makespan if branches run as one chain, the best of all orders.
+    """Return the seconds if branches run one after the other, in the best order.
 
-    Each branch but the last runs to its end without checkpoints, and later once more by itself.
+    Each branch but the last runs forward to its end without checkpoints, and later once more by itself.
     """
     costs = costs or UniformCosts()
     table = solve(lengths, slots, keep_gradient, costs)
@@ -126,7 +126,7 @@ def branch_by_branch(
 
 
 def _in_order(table: "UniformTable", order: Sequence[int], slots: int, costs: UniformCosts) -> float:
-    """Return the makespan if branches run to their ends in this order, and are finished in the opposite one."""
+    """Return the seconds if branches run forward in this order, and are finished in the opposite one."""
     left, kept, m, time = list(table.lengths), list(table.keep_gradient), slots, 0.0
     for branch in order[:-1]:
         if left[branch]:
@@ -140,7 +140,7 @@ def _in_order(table: "UniformTable", order: Sequence[int], slots: int, costs: Un
 
 
 def least_slots(lengths: Sequence[int], keep_gradient: Sequence[int] | None = None) -> int:
-    """Return the least number of slots that works (A. Shilova's thesis, 2021, Lemma 2).
+    """Return the least number of slots (stored values) that works (A. Shilova's thesis, 2021, Lemma 2).
 
     >>> least_slots((4, 10, 12))
     7
@@ -153,14 +153,14 @@ def least_slots(lengths: Sequence[int], keep_gradient: Sequence[int] | None = No
 
 @dataclass(frozen=True, kw_only=True)
 class UniformTable:
-    """The least makespans Opt(L, m, b) for all L forwards left, m slots, and kept gradients b that can occur."""
+    """Least seconds for every number of forwards left in each branch, kept gradients, and slots (stored values)."""
 
     lengths: tuple[int, ...]
     keep_gradient: tuple[int, ...]
     costs: UniformCosts
     strides: Ints
-    opt: Floats  # [state, slots]
-    tails: Floats  # [length, slots]: Opt0
+    opt: Floats  # [state, slots]: least seconds
+    tails: Floats  # [length, slots]: least seconds of a single branch that is finished by itself
 
     @property
     def least(self) -> int:
@@ -168,18 +168,21 @@ class UniformTable:
         return least_slots(self.lengths, self.keep_gradient)
 
     def makespan(self, slots: int) -> float:
-        """Return the least makespan, in seconds, within so many slots. Raises `BudgetTooSmall`."""
+        """Return the least total seconds with `slots` stored values. Raises `BudgetTooSmall`."""
         if slots < self.least:
             raise BudgetTooSmall(minimum=self.least, budget=slots, unit="slots")
         return self.cost(self.lengths, self.keep_gradient, slots)
 
     def cost(self, left: Sequence[int], kept: Sequence[int], slots: int) -> float:
-        """Return the least makespan Opt(left, slots, kept), in seconds; infinite if nothing fits."""
+        """Return the least seconds if `left` forwards of each branch are left, and `kept` gradients stay.
+
+        Infinite if it cannot fit.
+        """
         codes = sorted(2 * length + b for length, b in zip(left, kept))
         return float(self.opt[int(np.dot(codes, self.strides)), min(slots, self.opt.shape[1] - 1)])
 
     def schedule(self, slots: int) -> JoinSchedule:
-        """Return a schedule of the least makespan. Raises `BudgetTooSmall`."""
+        """Return a schedule with the least seconds. Raises `BudgetTooSmall`."""
         self.makespan(slots)
         ops: list[JoinOp] = []
         tails = []
@@ -201,7 +204,7 @@ class UniformTable:
         return JoinSchedule(tuple(ops))
 
     def _cut(self, left: list[int], kept: list[int], m: int, k: int, i: int) -> float:
-        """Return the cost of checkpointing branch k and running i forwards of it."""
+        """Return the least seconds if branch k is checkpointed next and runs i forwards."""
         others = sum(kept) - kept[k]
         if m - others < 0:
             return np.inf
@@ -220,7 +223,7 @@ def solve(
             f"lengths is {lengths!r}; each branch has 0 or more blocks, and there is one at least"
         )
     kept = _kept(lengths, keep_gradient)
-    slots = max(0, min(slots, sum(lengths) + len(lengths) + 1))  # more are never of use
+    slots = max(0, min(slots, sum(lengths) + len(lengths) + 1))  # more slots are never useful
     codes = np.sort(np.array([2 * length + b for length, b in zip(lengths, kept)], dtype=np.int64))
     strides = np.concatenate(([1], np.cumprod(codes + 1)))
     entries = int(strides[-1]) * (slots + 1)
@@ -251,7 +254,7 @@ def _kept(lengths: Sequence[int], keep_gradient: Sequence[int] | None) -> tuple[
 
 
 def _tails(longest: int, slots: int, costs: UniformCosts) -> Floats:
-    """Return Opt0(l, m) for every l < longest and m <= slots."""
+    """Return [l, m]: the least seconds of finishing l + 1 blocks of one branch with m slots."""
     tails = np.full((max(1, longest), slots + 1), np.inf)
     for length in range(longest):
         for m in range(3 if length else 2, slots + 1):
@@ -263,7 +266,7 @@ def _tails(longest: int, slots: int, costs: UniformCosts) -> Floats:
 def _fill(
     opt: Floats, tails: Floats, strides: Ints, forward: float, loss: float, first: int, end: int
 ) -> None:
-    """Fill the rows of states first..end-1 by the recursion; the rows of states before them must be filled."""
+    """Fill the table rows of states first..end-1; those of the states before them must be filled."""
     count, width = strides.size - 1, opt.shape[1]
     code, after = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     for state in range(first, end):
@@ -281,7 +284,7 @@ def _fill(
         row = opt[state]
         for k in range(count):
             if k + 1 < count and code[k] == code[k + 1]:
-                continue  # a branch equal to the next one
+                continue  # the branch is equal to the next one, so it needs no separate try
             others = kept - (code[k] & 1)
             for i in range(1, (code[k] >> 1) + 1):
                 after[:] = code

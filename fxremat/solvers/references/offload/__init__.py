@@ -1,1 +1,1 @@
-"""References for chains with a link to the host: which values leave, when, and what is recomputed in addition."""
+"""Published algorithms for chains with a link to the host: which values are offloaded, when, and what is recomputed."""

@@ -1,4 +1,4 @@
-"""Offloading alone, eagerly: A_0, A_1, ... go to the host until as much has gone as the peak exceeds memory.
+"""Offloads without recomputation: saved values leave for the host in order until enough memory is freed.
 
 A_l is all that the backward of block l reads, A_0 the input. Nothing is recomputed. A. Shilova's thesis (2021), Theorem
 8: optimal if parts of a value may travel. Here, as in its GREEDY, all of the last value leaves; if that is too little,
@@ -13,7 +13,7 @@ from fxremat.solvers.offload.trips import needs, travel, trips
 
 
 def schedules(chain: Chain, mem: int) -> list[Schedule]:
-    """Return the only schedule, in a list. Raises `BudgetTooSmall`; its minimum is exact."""
+    """Return a list with the only schedule. Raises `BudgetTooSmall`; its minimum is exact."""
     everything = keep_all.schedules(chain)[0]
     need = needs(chain, everything)
     eager = sorted(trips(chain, everything), key=lambda trip: trip.value.index)

@@ -1,4 +1,4 @@
-"""Offloading alone, by dynamic programming over the values that are being copied: DYNPROG.
+"""Offloads without recomputation, by dynamic programming over the values that are being copied: DYNPROG.
 
     lost[i, A, F, B]   least idle time of the forwards before block i and the backwards that mirror them;
                        of the values before A_{i-1}, A slots stay, F have yet to leave when F_{i-1} ends (below
@@ -40,28 +40,36 @@ from fxremat.solvers.references.offload import greedy
 from fxremat.solvers.sizes import Floats, Ints, in_slots
 
 _STATES = 60_000
-_ROUNDS = 3  # attempts whose results do not fit
+_ROUNDS = 3  # attempts at rounding sizes, after which all sizes are rounded up
 
 
 class DynprogTask(NamedTuple):
-    """The problem in slots; index 0 is unused, or a_0."""
+    """The problem with memory in slots (equal parts of the budget).
+
+    Entry 0 of an array is unused, or belongs to the chain's input.
+    """
 
     slots: int
-    value: Ints  # A_0 = a_0, A_1, ...
-    save: Ints  # what F_i needs in addition to its input
-    run: Ints  # what B_i needs in addition to its input
-    end: Ints  # [j]: what B_j needs in addition to values, minus A_{j+1}..A_n that are freed by then
-    begin: Ints  # [j]: what F_j needs in addition to values, minus A_{j+1}..A_n that do not exist yet
+    value: Ints  # [l]: what the backward of block l reads; [0]: the chain's input
+    save: Ints  # [i]: what the forward of block i needs in addition to its input
+    run: Ints  # [i]: what the backward of block i needs in addition to its input
+    # [j]: what the backward of j needs in addition to saved values, minus those of later blocks, already freed
+    end: Ints
+    # [j]: what the forward of j needs in addition to saved values, minus those of later blocks, not yet saved
+    begin: Ints
     link: Carried
 
 
 class DynprogStates(NamedTuple):
-    """States before one block, a row each; `came` is the row before the last decision, -1 - row if it was to send."""
+    """States of the dynamic program before one block, one per row.
 
-    kept: Ints  # A
-    behind: Ints  # F
-    ahead: Ints  # B
-    lost: Floats  # seconds
+    `came` is the row of the preceding state; -1 - row if the decision was to offload.
+    """
+
+    kept: Ints  # slots of values that stay on the device
+    behind: Ints  # slots of values still to be copied to the host
+    ahead: Ints  # slots of values that must be back on the device before the backward
+    lost: Floats  # seconds of idle time
     came: Ints
 
 
@@ -74,14 +82,17 @@ def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 50
         return fallback
     try:
         return list(dict.fromkeys([build(chain, mem, platform, slots).schedule, *fallback]))
-    except BudgetTooSmall:  # only because sizes were rounded
+    except BudgetTooSmall:  # raised only because sizes were rounded
         return fallback
 
 
 def build(
     chain: Chain, mem: int, platform: Platform | None, slots: int = 500, *, synchronized: bool = False
 ) -> FluidSchedule:
-    """Return the best schedule in `slots` steps of memory. Raises `BudgetTooSmall` if the steps are too coarse."""
+    """Return the best schedule if memory is divided into `slots` equal parts.
+
+    Raises `BudgetTooSmall` if they are too coarse.
+    """
     everything = keep_all.schedules(chain)[0]
     every = {trip.value.index: trip for trip in trips(chain, everything)}
     values = [
@@ -115,7 +126,8 @@ def build(
 
 
 def _rounded(exact: Floats, raised: npt.NDArray[np.bool_]) -> Ints:
-    """Return whole slots whose sums are rounded up; the raised values are rounded up themselves."""
+    """Round sizes to whole slots so that their sums are rounded up; sizes marked in `raised` are rounded up themselves.
+    """
     sums = np.ceil(np.cumsum(np.where(raised, 0.0, exact)) - 1e-9)
     return np.where(raised, np.ceil(exact - 1e-9), np.diff(sums, prepend=0.0)).astype(np.int64)
 
@@ -124,7 +136,7 @@ def _task(chain: Chain, mem: int, platform: Platform | None, slots: int, value: 
     n, sizes = len(chain), in_slots(chain, mem, slots)
     pick = np.array([0] + [sizes.start[i] + keep_all.fastest(chain.blocks[i - 1]) for i in range(1, n + 1)])
     save, run = sizes.phase[n] + sizes.save[pick], sizes.phase + sizes.back[pick]
-    gone = np.concatenate((np.cumsum(value[::-1])[::-1][1:], [0]))  # A_{j+1}..A_n
+    gone = np.concatenate((np.cumsum(value[::-1])[::-1][1:], [0]))  # [j]: slots of what the blocks after j save
     return DynprogTask(
         slots=slots,
         value=value,
@@ -137,10 +149,10 @@ def _task(chain: Chain, mem: int, platform: Platform | None, slots: int, value: 
 
 
 def _solve(task: DynprogTask, synchronized: bool) -> tuple[list[int], float]:
-    """Return each l whose A_l goes to the host, and the seconds of idle time; ([], inf) if nothing fits."""
+    """Return each block whose saved values are offloaded, and the seconds of idle time; ([], inf) if nothing fits."""
     n = task.value.size - 1
     room = task.slots - np.maximum(task.save, task.run)
-    # A may grow to this much before block i if the rest is to fit
+    # [i]: slots of values that may stay on the device before block i if the rest is to fit
     rooms = np.concatenate((np.minimum.accumulate((room[1:] - task.value[:-1])[::-1])[::-1], [task.slots]))
     zero = np.zeros(1, dtype=np.int64)
     layers = [DynprogStates(zero, zero, zero, np.zeros(1), zero)]
@@ -162,7 +174,7 @@ def _solve(task: DynprogTask, synchronized: bool) -> tuple[list[int], float]:
 
 @jit
 def _step(task: DynprogTask, states: DynprogStates, i: int, room: int, synchronized: bool) -> DynprogStates:
-    """Return the states before block i + 1; `room` is the most that A may then be if the rest is to fit."""
+    """Return the states before block i + 1; at most `room` memory slots of values may stay on the device then."""
     link, size, n = task.link, task.value[i - 1], task.value.size - 1
     kept, behind, ahead = np.zeros((3, 2 * states.kept.size), dtype=np.int64)
     came = np.zeros(2 * states.kept.size, dtype=np.int64)
@@ -178,7 +190,7 @@ def _step(task: DynprogTask, states: DynprogStates, i: int, room: int, synchroni
         back = link.backward_in[i] - link.backward_in[i - 1] + idle_back
         cost = states.lost[k] + idle * link.slot_out + idle_back * link.slot_in
         for goes in range(2):
-            if goes and i == n:  # the last backward reads it at once
+            if goes and i == n:  # the last backward reads this value at once
                 continue
             if not goes and a + size > room:
                 continue
@@ -194,7 +206,10 @@ def _step(task: DynprogTask, states: DynprogStates, i: int, room: int, synchroni
 
 
 def _prune(states: DynprogStates) -> DynprogStates:
-    """Keep states that no other dominates in A, B and in F and loss together, or those that have lost least."""
+    """Discard states that another state equals or beats in all respects.
+
+    If too many remain, keep those with least idle time.
+    """
     states = _pick(states, np.lexsort((states.lost, states.behind, states.ahead, states.kept)))
     states = _pick(states, np.flatnonzero(_undominated(states)))
     if states.kept.size > _STATES:
@@ -209,7 +224,10 @@ def _pick(states: DynprogStates, rows: npt.NDArray[np.intp]) -> DynprogStates:
 
 @jit
 def _undominated(states: DynprogStates) -> npt.NDArray[np.bool_]:
-    """Tell which states, sorted by A, B, F, loss, lose less than all earlier ones with the same A and B."""
+    """Tell for each of the sorted states whether it loses less time than all earlier ones with equal slots.
+
+    States are sorted by slots that stay, slots to be back, slots to be copied out, and seconds lost.
+    """
     keep = np.zeros(states.kept.size, dtype=np.bool_)
     best = np.inf
     for k in range(states.kept.size):
@@ -222,7 +240,7 @@ def _undominated(states: DynprogStates) -> npt.NDArray[np.bool_]:
 
 @jit
 def _turn(task: DynprogTask, states: DynprogStates, k: int, synchronized: bool) -> float:
-    """Return the loss of a last state, with the idle time between the last forward and the first backward."""
+    """Return the seconds lost by a final state, including idle time between the last forward and the first backward."""
     link, n = task.link, task.value.size - 1
     a, f, b, lost = states.kept[k], states.behind[k], states.ahead[k], states.lost[k]
     if synchronized or (f > 0 and b > 0):

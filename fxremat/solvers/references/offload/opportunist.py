@@ -1,13 +1,14 @@
-"""Opportunist: keep the link busy, and recompute what it has no time to copy.
+"""Opportunist: keeps the link to the host busy, and recomputes what there is no time to copy.
 
-    save block s, send its input and what it saved;
-    run the next blocks without saving until both have left; then the same again;
-    once the rest fits into memory: keep all of it
+    save block s, and send its input and what it saved to the host;
+    run the next blocks without saving until both are sent; then the same again;
+    once the rest fits into memory: save all of it
 
-In the backward, a saved block's values come from the host, and the blocks that were run after it are rerun from what it
-saved by the persistent dynamic program (persistent.py), in the memory that is left.
+In the backward, a saved block's values come back from the host, and the blocks that ran after it without saving
+are recomputed from what it saved, by the persistent dynamic program (persistent.py), in the memory that is
+left.
 
-A. Shilova's thesis (2021), 4.3. It is sometimes unable to fit where memory is short, as the thesis says.
+A. Shilova's thesis (2021), 4.3. It sometimes finds nothing that fits if memory is short, as the thesis says.
 """
 
 from fxremat.chains.chain import Chain
@@ -22,7 +23,7 @@ from fxremat.solvers.sizes import in_bytes
 
 
 def schedules(chain: Chain, mem: int, platform: Platform | None, slots: int = 100) -> list[Schedule]:
-    """Return the only schedule. Raises `BudgetTooSmall`; a budget of its minimum works, a smaller one might."""
+    """Return a list with the only schedule. Raises `BudgetTooSmall`; its minimum works, but may not be the least."""
     schedule = _schedule(chain, mem, platform, slots) if mem > 0 else None
     if schedule is not None:
         return [schedule]
@@ -57,7 +58,7 @@ def _schedule(chain: Chain, mem: int, platform: Platform | None, slots: int) -> 
             slots_held = -(-held * slots // mem)
             if slots_held <= slots and pofo.lost(back, s + 1, t, slots_held) < float("inf"):
                 backward += pofo.rerun(task, back, s + 1, t, slots_held, 0)
-            else:  # only because sizes were rounded up
+            else:  # possible only because sizes were rounded up
                 backward += min_memory.rerun(sizes, low, s + 1, t, mem - held)
         backward.append(Backward(s))
         fetches.append(Prefetch(Value("A", s)))
@@ -68,7 +69,8 @@ def _schedule(chain: Chain, mem: int, platform: Platform | None, slots: int) -> 
 
 
 def _groups(chain: Chain, mem: int, speed: float) -> tuple[list[tuple[int, int]], int]:
-    """Return blocks s that are saved and sent, each with the blocks s+1..t run after it, and the first kept block."""
+    """Return (s, t) of each block s that is saved and sent while blocks s+1..t run, and the first block that is kept.
+    """
     n, s, size = len(chain), 1, chain.input_bytes
     groups: list[tuple[int, int]] = []
     unsent = size
@@ -87,7 +89,7 @@ def _groups(chain: Chain, mem: int, speed: float) -> tuple[list[tuple[int, int]]
 
 
 def _kept(chain: Chain, s: int, held: int) -> int:
-    """Return the bytes that blocks s..n need if all are saved, with `held` bytes for the input of s."""
+    """Return the bytes that blocks s..n need if all are saved, with `held` bytes for the input of block s."""
     n, most = len(chain), 0
     for number in range(s, n + 1):
         option = chain.blocks[number - 1].choices[keep_all.fastest(chain.blocks[number - 1])]

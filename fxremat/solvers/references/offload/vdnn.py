@@ -1,7 +1,8 @@
-"""Offloading alone, of values whose copies can be hidden: an interpretation of vDNN++ for chains without layer types.
+"""Offloads inputs whose copies can be hidden by computation: an interpretation of vDNN++ for chains.
 
-If the forward of a block is long for the size of its input, the input goes to the host. For every threshold on  forward
-time / input bytes:  all inputs above it, or every other one. Nothing is recomputed.
+If the forward of a block is long for the bytes of its input, the input is offloaded. For every threshold on
+forward time / input bytes: all inputs above it, or every other one. Nothing is recomputed. The original
+distinguishes layers by type, which a chain does not have.
 
 A. Shilova's thesis (2021), 3.4.1; Rhu et al., vDNN (MICRO 2016).
 """
@@ -14,7 +15,7 @@ from fxremat.solvers.offload.trips import needs, travel, trips
 
 
 def schedules(chain: Chain, mem: int) -> list[Schedule]:
-    """Return up to two schedules a block. Raises `BudgetTooSmall`; its minimum is exact."""
+    """Return up to two schedules per block. Raises `BudgetTooSmall`; its minimum is exact."""
     everything = keep_all.schedules(chain)[0]
     every = sorted(trips(chain, everything), key=lambda trip: trip.value.index)
     ratios = [chain.blocks[trip.value.index].forward_time / trip.size for trip in every]

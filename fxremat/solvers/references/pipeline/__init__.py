@@ -1,1 +1,1 @@
-"""References for pipelined model parallelism: an integer program, and the partition of PipeDream."""
+"""Published planners of pipelines, for comparison: an integer program, and PipeDream's partition."""

@@ -1,4 +1,6 @@
-"""The best periodic schedule of a short pipeline, over all allocations or for one: a mixed integer program (HiGHS).
+"""Finds the best periodic schedule of a short pipeline by a mixed integer program, solved by HiGHS.
+
+It is the best over all allocations, or for a given one.
 
     tasks         t = F_1 .. F_n, B_n .. B_1 with their starts in the period; copy t takes the output of t to t + 1
     z[l, m]       pieces l and m share a device; transitive, at most P groups
@@ -36,23 +38,23 @@ from fxremat.solvers.sizes import Floats
 if TYPE_CHECKING:
     from scipy.optimize import OptimizeResult
 
-SECONDS = 60.0  # time limit of each of the two solves
-_FAILED = 4  # HiGHS' status for numerical trouble; another time unit helps
-_SCALES = (300.0, 600.0, 137.0)  # all seconds of a micro-batch in the program's unit
-_SLACK = 1e-4  # relative: by how much the second solve may exceed the least period
+SECONDS = 60.0  # time limit in seconds of each of the two solves
+_FAILED = 4  # status of HiGHS for numerical trouble; scaling times differently helps
+_SCALES = (300.0, 600.0, 137.0)  # total seconds of a micro-batch after scaling; tried in this order
+_SLACK = 1e-4  # relative amount by which the second solve may exceed the least period
 
-Terms = dict[int, float]  # column: factor; column -1 is the number 1
+Terms = dict[int, float]  # column (variable) -> factor; column -1 stands for the constant 1
 
 
 def least_pattern(
     job: Job, stages: Sequence[PlannedStage], *, free: bool, whole: bool = False, seconds: float = SECONDS
 ) -> Pattern | None:
-    """Return the periodic schedule (pattern) with the shortest period; None if none fits, or none is found in time.
+    """Return the periodic schedule with the shortest period; None if none fits, or none is found in time.
 
     Args:
-        stages: pieces of the chain, none of which is split.
-        free: whether pieces may go to any device; otherwise each goes to its stage's device.
-        whole: count the values that a task reads and writes in addition to buffers, as chapter 6 of the thesis does.
+        stages: runs of layers, none of which is split.
+        free: True: stages may move to any device; False: each is on its given device.
+        whole: count the tensors that a task reads and writes in addition to buffers, as chapter 6 of the thesis does.
         seconds: time limit of each of the two solves.
     """
     for scale in _SCALES:
@@ -90,7 +92,7 @@ class _Program:
         self.low: list[float] = []
         self.high: list[float] = []
         self.whole_numbers: list[int] = []
-        self.rows: list[tuple[float, Terms]] = []  # sum of terms >= number
+        self.rows: list[tuple[float, Terms]] = []  # (number, terms): sum of terms >= number
         self.period = self._column(0.0, self.big)
         self.starts = [self._column(-length, self.big) for length in self.seconds]
         self.copy_starts = [self._column(-length, self.big) for length in self.copying]
@@ -112,7 +114,7 @@ class _Program:
         return self._column(0.0, 1.0, integer=True)
 
     def _at_least(self, number: float, *terms: tuple[float, int | Terms]) -> None:
-        """Add  sum of factor * term >= number."""
+        """Add the constraint sum of factor * term >= number."""
         row: Terms = {}
         for factor, term in terms:
             for column, each in term.items() if isinstance(term, dict) else [(term, 1.0)]:
@@ -126,7 +128,7 @@ class _Program:
         return task if task < self.count else self.total - 1 - task
 
     def _together(self) -> None:
-        """Add rows that make sharing a device (z) transitive, with at most as many groups as there are devices."""
+        """Add constraints that make sharing a device transitive, with at most as many groups as there are devices."""
         self.z: dict[tuple[int, int], Terms] = {}
         for a, b in combinations(range(self.count), 2):
             same = self.stages[a].device == self.stages[b].device
@@ -151,7 +153,10 @@ class _Program:
     def _orders(
         self, starts: Sequence[int], seconds: Sequence[float], shared: dict[tuple[int, int], Terms]
     ) -> dict[tuple[int, int], Terms]:
-        """Add a variable w for each pair that may share a resource, and rows that order their starts; return all w."""
+        """Add a variable for each pair that may share a device or link, and constraints that order their starts.
+
+        Return the variables: 1 if the first of the pair starts first.
+        """
         first: dict[tuple[int, int], Terms] = {}
         for (t, s), z in shared.items():
             w = self._binary()
@@ -173,7 +178,7 @@ class _Program:
         return first
 
     def _links(self) -> None:
-        """Add rows that order copies between the same two devices."""
+        """Add constraints that order copies between the same two devices."""
         shared: dict[tuple[int, int], Terms] = {}
         moving = [t for t in range(self.total - 1) if self.copying[t] > 0]
         for t, s in combinations(moving, 2):
@@ -195,7 +200,7 @@ class _Program:
                 self._at_least(length, (1.0, self.period), (-1.0, start))
 
     def _chain(self) -> None:
-        """Add a shift wherever a later task or copy starts earlier in the period."""
+        """Add a shift by a period where a later task or copy starts earlier in the period."""
         self.steps: list[tuple[list[int], list[int]]] = []
         for t in range(self.total - 1):
             z = self.z[self._piece(t), self._piece(t + 1)]
@@ -206,7 +211,7 @@ class _Program:
             self.shifts += [*to_copy, *to_next]
 
     def _between(self, before: int, lasting: tuple[float, Terms], after: int) -> list[int]:
-        """Add  after + shifts * T >= before + seconds, where the seconds are 0 if z."""
+        """Add after + shifts * T >= before + seconds; the seconds are 0 if z (both on one device)."""
         seconds, z = lasting
         found = []
         for periods, big in ((0.0, self.big), (1.0, 2 * self.big)):
@@ -238,7 +243,7 @@ class _Program:
             self._fits(t, sigma, borders)
 
     def _leaving(self, piece: int) -> list[tuple[float, Terms]]:
-        """Return (bytes, condition) of the buffers of each border between the device of a piece and another device."""
+        """Return (bytes, condition) of the buffers of each border between the device of a stage and another device."""
         found = []
         for m in range(self.count - 1):
             b = self._column(0.0, 1.0)
@@ -260,7 +265,7 @@ class _Program:
         return self.back[self._piece(task) - 1]
 
     def _beside(self, t: int) -> float:
-        """Return the bytes that the micro-batch which task t works on needs."""
+        """Return the bytes needed by the micro-batch that task t computes."""
         way = self.stages[self._piece(t)].way
         forward = t < self.count
         own = way.kept_bytes if forward else 0.0
@@ -286,7 +291,8 @@ class _Program:
         self._at_least(-room, *((-size, term) for size, term in terms if size))
 
     def _waiting(self, t: int) -> Iterable[tuple[float, Terms]]:
-        """Yield the values that wait on the device of task t while it runs."""
+        """Yield (bytes, condition) of the tensors that are kept for a later task on the device of task t while t runs.
+        """
         for s in range(self.total - 1):
             if t in (s, s + 1) or s == self.count - 1:
                 continue
@@ -296,7 +302,7 @@ class _Program:
             yield self._output(s), {waits: 1.0}
 
     def solve(self, objective: Terms, seconds: float) -> OptimizeResult:
-        from scipy.optimize import Bounds, LinearConstraint, milp  # takes a second to import: only when used
+        from scipy.optimize import Bounds, LinearConstraint, milp  # imported here since it takes a second
         from scipy.sparse import coo_array
 
         columns = len(self.low)
@@ -335,7 +341,7 @@ class _Program:
         return Pattern(stages, exact, tick, 0)
 
     def _allocated(self, x: Floats) -> list[PlannedStage]:
-        """Return the pieces on the devices that z defines."""
+        """Return the stages with the devices that the solution assigns to them."""
         devices: list[int] = []
         for b, stage in enumerate(self.stages):
             if not self.free:

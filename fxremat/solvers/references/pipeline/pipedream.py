@@ -1,4 +1,4 @@
-"""PipeDream's partition, the baseline: stages balanced by seconds, with a guess of what they keep.
+"""PipeDream's partition, a baseline: stages balanced by seconds, with a guess of what they save.
 
     slowest[p, i]   least time of the slowest of p stages and of the copies between them, for layers i..
 
@@ -19,15 +19,15 @@ from fxremat.solvers.pipeline.fixed import shortest_tick
 from fxremat.solvers.pipeline.model import PlannedStage
 from fxremat.solvers.pipeline.stage_costs import Job
 
-Best = tuple[float, int]  # the slowest stage or copy, and where the first stage ends
+Best = tuple[float, int]  # (seconds of the slowest stage or copy, last layer of the first stage)
 
 
 def pipedream(job: Job) -> tuple[Partition, float]:
-    """Return the partition with its real period, and the period that PipeDream assumes.
+    """Return PipeDream's partition with its real period, and the period that PipeDream assumes.
 
     Raises:
-        BudgetTooSmall: PipeDream assumes that nothing fits, or nothing does; `.minimum` is what one micro-batch at a
-            time needs on its stages, or on those it would choose with plenty of memory.
+        BudgetTooSmall: PipeDream assumes that nothing fits, or nothing does. `.minimum` is the number of bytes that
+            one micro-batch at a time needs with its stages, or with those it would choose if memory were unlimited.
     """
     stages, believed = _balanced(job, job.machines.memory)
     if not stages:
@@ -40,9 +40,10 @@ def pipedream(job: Job) -> tuple[Partition, float]:
 
 
 def best_of_targets(job: Job) -> Partition | None:
-    """Return the best of PipeDream's partitions over many assumed memories, each by 1F1B*; None if none fits.
+    """Return the best of PipeDream's partitions for many assumed memory sizes, each run by 1F1B*; None if none fits.
 
-    This is more than PipeDream does by itself: A. Shilova's thesis (2021) picks from many targets in chapter 6.
+    This is more than PipeDream does by itself: A. Shilova's thesis (2021) picks from many memory sizes in
+    chapter 6.
     """
     found: list[Partition] = []
     for target in (*(job.machines.memory * 2 ** (step / 4) for step in range(-12, 17)), inf):
@@ -57,7 +58,7 @@ def best_of_targets(job: Job) -> Partition | None:
 
 
 def _balanced(job: Job, memory: float) -> tuple[tuple[PlannedStage, ...], float]:
-    """Return the stages whose slowest is fastest in PipeDream's model, and its seconds; ((), inf) if it fits none."""
+    """Return the stages whose slowest is fastest in PipeDream's model, and its seconds; ((), inf) if nothing fits."""
     count = job.count
     table: list[list[Best]] = [[(inf, -1)] * count + [(0.0, -1)]]
     for p in range(1, job.machines.devices + 1):
@@ -75,7 +76,7 @@ def _balanced(job: Job, memory: float) -> tuple[tuple[PlannedStage, ...], float]
 
 
 def _first_stage(job: Job, p: int, i: int, after: list[Best], memory: float) -> Best:
-    """Return the best (seconds of the slowest, last layer of the first) of p stages that begin with layer i."""
+    """Return the best (seconds of the slowest stage, last layer of the first stage) for p stages from layer i on."""
     best: Best = (inf, -1)
     for j in range(i, job.count):
         way = job.keeping_all(i, j)
