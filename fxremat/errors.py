@@ -91,7 +91,7 @@ class InvalidChain(FxrematError, ValueError):
 
 
 class InvalidBudget(FxrematError, ValueError):
-    """A budget that is not one of the forms "4GiB", "300MB", 4294967296, "60%", "auto"."""
+    """A budget that is not one of the forms "4GiB", "300MB", 4294967296, "60%", "min", "auto"."""
 
 
 class PlanMismatch(FxrematError):

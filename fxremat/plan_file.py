@@ -1,6 +1,6 @@
 """Saves plans to files and loads them, and checks that a loaded plan belongs to the step captured here.
 
-    {"format": 1, "sha256": "...", "plan": {"is": "PlanData", ...}}
+    {"format": 2, "sha256": "...", "plan": {"is": "PlanData", ...}}
 
 A plan belongs to steps of the same ops on values of the same sizes (`StepGraph.digest`), on the same device, with the
 same PyTorch and the same settings (`cost.environment`): its bytes were measured there.
