@@ -207,7 +207,7 @@ def largest(least_budget: Callable[[int], int], budget: int, limit: int, start: 
         BudgetTooSmall: not even 1 fits.
 
     >>> print(largest(lambda size: 100 * size, 1050, 4096))
-    10 (the least budget is 1000 B; of 11 it is 1.07 KiB)
+    10 (the least budget is 1000 B; of 11 it is 1.1 KiB)
     """
     least: dict[int, int] = {}
     # `low` is known to fit; `high` is known not to fit, or is beyond the limit
