@@ -1,7 +1,7 @@
 """Every pair of features of fxremat, trained with on one small GPT beside the same loop in plain PyTorch.
 
     python -m benchmarks.combinations                        trains, and writes benchmarks/results/combinations.json
-    python -m benchmarks.combinations offload+slices         trains with this pair alone, and prints what came out
+    python -m benchmarks.combinations offload+slices         trains with this pair alone; other records stay as they are
     python -m benchmarks.readme                              puts the table into docs/combinations.md
 
 A cell trains `STEPS` steps with both features, and says
@@ -227,7 +227,8 @@ def _held(model: Any, optimizer: torch.optim.Optimizer) -> int:
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    line = next(iter(str(error).splitlines()), "").replace(f"{ROOT}/", "")
+    return f"{type(error).__name__}: {line}"
 
 
 def pairs() -> Iterator[tuple[str, ...]]:
@@ -277,14 +278,15 @@ def main() -> None:
         used = "" if cell.peak is None else f", peak {cell.peak:.3f} of mem"
         print(f"{' + '.join(features):28} {cell.outcome:9} off {cell.off:.1e}{used}, {cell.seconds:.1f} s  {cell.why}")
         sys.stdout.flush()
-    if not given:
-        record = {
-            "date": time.strftime("%Y-%m-%d"),
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "cells": [asdict(cell) for cell in cells],
-        }
-        OUT.write_text(json.dumps(record, indent=1) + "\n")
+    known = json.loads(OUT.read_text())["cells"] if given and OUT.exists() else []
+    found = {tuple(cell["features"]): cell for cell in (*known, *map(asdict, cells))}
+    record = {
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cells": [found[features] for features in pairs() if features in found],
+    }
+    OUT.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

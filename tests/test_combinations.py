@@ -1,0 +1,43 @@
+"""Every pair of features trains as plain PyTorch does, within the budget, or is refused in a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import combinations
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+NEED_ONE_GRAPH = {"inductor", "offload", "hosted", "slices"}
+
+
+def may_be_refused(features: tuple[str, ...]) -> bool:
+    return ("break" in features and bool(NEED_ONE_GRAPH & {*features})) or {"inductor", "hosted"} == {*features}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("features", combinations.pairs(), ids="+".join)
+def test_a_pair(features: tuple[str, ...]) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        cell = combinations.trained(features)
+    finally:
+        torch.set_num_threads(threads)
+    refused = may_be_refused(features)
+    assert cell.outcome in (("refused",) if refused else ("bits", "rounding")), cell
+    assert refused or (cell.peak is not None and cell.peak <= 1)
+    assert cell.outcome != "rounding" or combinations.INEXACT & {*features}
+
+
+def test_the_page_has_a_row_for_each_feature_and_the_reasons() -> None:
+    table = combinations.page(combinations.OUT.read_text())
+    rows = [line for line in table.splitlines() if line.startswith("| **")]
+    assert [row.split("**")[1] for row in rows] == list(combinations.FEATURES)
+    assert all(row.count("|") == len(combinations.FEATURES) + 2 for row in rows)
+    assert "WRONG" not in table
+    assert "BROKEN" not in table
+    page = Path(__file__).parents[1] / "docs" / "combinations.md"
+    assert table in page.read_text()
