@@ -1408,6 +1408,20 @@ def _path_in_model(placeholder: fx.Node) -> list[tuple[str, str]]:
     return [(kind, literal_eval(quoted)) for kind, quoted in found]
 
 
+def call_instead(module: torch.nn.Module, function: Callable[..., Any]) -> Callable[[], object]:
+    """Let a call of a module call a function instead of its hooks and its forward; return what undoes that.
+
+    `Module._compiled_call_impl` (torch 2.11, 2.13), which `Module.compile()` sets. Copies and pickles do not have it.
+
+    Raises:
+        FxrematError: `Module.compile()` was called on it.
+    """
+    if module.__dict__.get("_compiled_call_impl") is not None:
+        raise FxrematError(f"{type(module).__name__}.compile() was called already; fxremat compiles the plain model")
+    module.__dict__["_compiled_call_impl"] = function
+    return lambda: module.__dict__.pop("_compiled_call_impl", None)
+
+
 def take_signature(graph: fx.Graph, like: fx.Graph) -> None:
     """Give a graph the calling convention of another one, with nested inputs and results.
 
@@ -1422,6 +1436,26 @@ def copied(graph: fx.Graph) -> fx.Graph:
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
     return copy
+
+
+def min_cut_partition(
+    joint: fx.GraphModule, forward_outputs: int, share: float
+) -> tuple[fx.Graph, fx.Graph]:
+    """Return the forward and backward graph into which torch.compile's partitioner cuts a joint graph.
+
+    `min_cut_rematerialization_partition` with `activation_memory_budget` (torch 2.11, 2.13). Nodes keep their names.
+
+    Args:
+        forward_outputs: number of outputs of the joint graph that the forward returns.
+        share: bytes that may be saved for the backward over those that it saves by default.
+    """
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    module = fx.GraphModule(joint, copied(joint.graph))
+    with config.patch(activation_memory_budget=share):
+        forward, backward = min_cut_rematerialization_partition(module, (), num_fwd_outputs=forward_outputs)
+    return forward.graph, backward.graph
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
