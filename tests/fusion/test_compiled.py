@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import fxremat
 from benchmarks.capture import capture
+from benchmarks.combinations import GPT, WORDS
 from benchmarks.meter import peak_bytes, training_step
 from fxremat.cost import calibrate
 from fxremat.errors import FxrematError
@@ -472,6 +473,16 @@ def test_regions_in_slices_run_as_they_are_between_compiled_ones() -> None:
 
 def sgd() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.zeros(2)], lr=0.1)
+
+
+def test_a_second_plan_in_slices_begins_with_what_the_first_has_learned() -> None:
+    tokens = torch.randint(0, WORDS, (4, 40))
+    for mem in ("70%", "69%"):
+        torch.manual_seed(0)
+        search = fxremat.Search(seconds=0.2, progress=False)
+        model: Any = fxremat.compile(GPT(()), mem=mem, backend="inductor", slices=True, search=search)
+        model(tokens).backward()
+        assert model.plan.slices
 
 
 @pytest.mark.parametrize(
