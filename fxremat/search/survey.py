@@ -52,17 +52,26 @@ FAR = 1 << 50  # bytes: more than anything needs
 
 
 def survey(
-    graph: StepGraph, costs: Costs, *, solver: str = "auto", slots: int = 500, effort: float = EFFORT
+    graph: StepGraph,
+    costs: Costs,
+    *,
+    solver: str = "auto",
+    slots: int = 500,
+    effort: float = EFFORT,
+    ways: int | None = None,
 ) -> Frontier:
     """Cut the graph into chains, solve them for many budgets, and evaluate every schedule by exact liveness.
 
     With "auto" and an effort in seconds, it also searches for programs that need less than any schedule of blocks; a
     solver that is asked for by name decides alone what runs. `slots` is the number of steps of memory in the solvers'
     tables. Runs a second or two for a GPT of 12 layers. Raises `FxrematError` for an unknown solver.
+
+    Args:
+        ways: ways to cut that are tried at most, those with the smallest blocks first; None: all.
     """
     if solver not in (names := ("auto", *LISTS, *TABLES)):
         raise FxrematError(f"no solver {solver!r} plans models; there are {', '.join(sorted(names))}")
-    layouts = list(_layouts(graph, costs))
+    layouts = list(_layouts(graph, costs, ways))
     judge = _Judge(graph, costs)
     keep_everything = judge.keep_everything(layouts[0])
     if solver in LISTS:
@@ -125,8 +134,12 @@ class _Judge:
         return found
 
 
-def _layouts(graph: StepGraph, costs: Costs) -> Iterator[Layout]:
-    """Yield a layout, the step graph as a chain of blocks, for each way to cut the forward that is worth trying."""
+def _layouts(graph: StepGraph, costs: Costs, most: int | None = None) -> Iterator[Layout]:
+    """Yield a layout, the step graph as a chain of blocks, for each way to cut the forward that is worth trying.
+
+    Args:
+        most: ways at most, those with the smallest blocks first; None: all.
+    """
     crossing = crossings(graph)
     forward = costs.seconds[: graph.forward_count]
     ways = [(crossing.cuts(carried), carried) for carried in carry_levels(graph, crossing, forward)]
@@ -134,7 +147,8 @@ def _layouts(graph: StepGraph, costs: Costs) -> Iterator[Layout]:
     ways.append((crossing.cuts(width=MOST_VALUES), frozenset()))
     distinct = dict.fromkeys((tuple(_thin(ends, forward)), carried) for ends, carried in ways)
     largest = {way: _largest(way[0], graph.forward_count) for way in distinct}
-    for ends, carried in distinct:
+    chosen = list(distinct) if most is None else sorted(distinct, key=largest.__getitem__)[:most]
+    for ends, carried in chosen:
         if min(largest.values()) <= LUMP < largest[ends, carried]:
             continue
         yield add_options(lay_out(graph, ends, carried), costs.seconds, costs.sizes.values)
