@@ -20,6 +20,7 @@ from torch import nn
 from fxremat.cost.devices import Device
 from fxremat.errors import FxrematError
 from fxremat.fitting.answer import Answer
+from fxremat.fitting.ledger import total_of
 from fxremat.fitting.loading import load
 from fxremat.fitting.resident import planned_step, resident_of
 from fxremat.fitting.settings import Training
@@ -32,6 +33,7 @@ from fxremat.fitting.ways import (
     with_activations_on_host,
     with_weights_on_host,
 )
+from fxremat.search.survey import least_of
 
 
 def fits(
@@ -119,8 +121,7 @@ def needed(model: str, training: Training, config: Mapping[str, Any], device: De
     step = step_of(loaded, device)
     resident = resident_of(loaded, step, training, device)
     planned = planned_step(step, training)
-    frontier = frontier_of(planned, least_alone=True)
-    return Room(device=device, step=planned, resident=resident, frontier=frontier).least
+    return total_of(least_of(planned.graph, planned.costs).peak, resident)
 
 
 def _larger(model: str, training: Training, config: Mapping[str, Any], device: Device) -> int | None:

@@ -101,7 +101,9 @@ def _lightning(loaded: Loaded, training: Training, compiled: str) -> str:
             f"        return {made}",
             "",
             f"task = Task({compiled})",
-            f'lightning.Trainer(precision="{precision}", accumulate_grad_batches={training.accumulate}{strategy})'
-            ".fit(task, loader)",
+            "trainer = lightning.Trainer(",
+            f'    precision="{precision}", accumulate_grad_batches={training.accumulate}{strategy}',
+            ")",
+            "trainer.fit(task, loader)",
         )
     )

@@ -52,7 +52,7 @@ def from_config(settings: Mapping[str, Any], training: Training, name: str) -> L
             f"{name}: the inputs of diffusers' {kind} are not known here, but those of {', '.join(_INPUTS)}; write a "
             "function that returns the model and its inputs, and name it as package.module:function"
         )
-    logging.getLogger("diffusers").setLevel(logging.ERROR)  # it warns of modules to keep in float32, of which it has none
+    logging.getLogger("diffusers").setLevel(logging.ERROR)  # of modules to keep in float32: none
     with META:
         model = getattr(diffusers, kind).from_config(dict(settings)).to(training.weights)
     if training.length is not None:
@@ -76,7 +76,7 @@ def from_config(settings: Mapping[str, Any], training: Training, name: str) -> L
 def _of_unet(config: Any, training: Training) -> Sized:
     batch, side = training.batch, training.image or PIXELS * config.sample_size
     latents = _floats(training, batch, config.in_channels, side // PIXELS, side // PIXELS)
-    inputs = {
+    inputs: dict[str, Any] = {
         "sample": latents,
         "timestep": numbers(batch),
         "encoder_hidden_states": _floats(training, batch, WORDS, config.cross_attention_dim),
@@ -95,7 +95,7 @@ def _of_flux(config: Any, training: Training) -> Sized:
     batch, side = training.batch, training.image or FLUX_IMAGE
     tokens = (side // PIXELS // PATCH) ** 2
     latents = _floats(training, batch, tokens, config.in_channels)
-    inputs = {
+    inputs: dict[str, Any] = {
         "hidden_states": latents,
         "encoder_hidden_states": _floats(training, batch, FLUX_WORDS, config.joint_attention_dim),
         "pooled_projections": _floats(training, batch, config.pooled_projection_dim),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,7 +38,7 @@ def from_name(name: str, training: Training) -> Loaded:
     import timm
 
     with META:
-        model = timm.create_model(name).to(training.weights)
+        model: Any = timm.create_model(name).to(training.weights)
     channels, side = model.default_cfg["input_size"][:2]
     side = training.image or side
     images = torch.zeros(training.batch, channels, side, side, dtype=training.weights, device=META)

@@ -50,17 +50,19 @@ def from_config(settings: Mapping[str, Any], training: Training, name: str) -> L
 
 
 def _model(transformers: Any, config: Any, training: Training, name: str) -> nn.Module:
-    architectures = getattr(config, "architectures", None) or ()
-    kind = getattr(transformers, architectures[0], None) if architectures else transformers.AutoModelForCausalLM
+    architectures: list[str] = list(getattr(config, "architectures", None) or ["AutoModelForCausalLM"])
+    kind = getattr(transformers, architectures[0], None)
     if kind is None:
         raise FxrematError(f"{name}: transformers {transformers.__version__} has no {architectures[0]}")
     make = getattr(kind, "_from_config", None) or kind.from_config
     with META:
-        model: nn.Module = make(config, dtype=training.weights)
-    for part in (model.config, getattr(model.config, "text_config", None)):
+        model: Any = make(config, dtype=training.weights)
+    for part in {id(part): part for part in (model.config, model.config.get_text_config())}.values():
         if hasattr(part, "use_cache"):
             part.use_cache = False
-    return model.train()
+    model.train()
+    made: nn.Module = model
+    return made
 
 
 def _inputs(model: Any, training: Training, name: str) -> tuple[dict[str, Any], dict[str, int], tuple[str, ...]]:
@@ -92,7 +94,7 @@ def _text(model: Any, training: Training, name: str) -> tuple[dict[str, Any], di
     inputs: dict[str, Any] = {"input_ids": tokens}
     sizes, notes = {"batch": batch, "length": length}, ()
     if type(model).__name__.endswith(WITH_LOSS):
-        inputs["labels"] = tokens
+        inputs["labels"] = numbers(batch, length)
     elif type(model).__name__.endswith("ForSequenceClassification"):
         inputs["labels"] = numbers(batch)
     else:
@@ -105,7 +107,7 @@ def _text(model: Any, training: Training, name: str) -> tuple[dict[str, Any], di
         return inputs, sizes, notes
     takes = inspect.signature(model.forward).parameters
     if "token_type_ids" in takes:
-        inputs["token_type_ids"] = tokens
+        inputs["token_type_ids"] = numbers(batch, length)
     if "image_grid_thw" in takes or not hasattr(vision, "image_size"):
         if training.image is not None:
             raise FxrematError(

@@ -29,7 +29,7 @@ NAMES = {
     MemoryKind.RESULTS: "gradients of weights",
     MemoryKind.WORKSPACE: "workspaces",
     MemoryKind.OUTSIDE: "loss outside the model",
-    MemoryKind.WEIGHTS: "copies of inputs",
+    MemoryKind.WEIGHTS: "weights and optimizer state in the step",
 }
 """The parts of the peak of forward and backward, in the order of the table."""
 

@@ -99,10 +99,10 @@ def _on_device(optimizer: torch.optim.Optimizer) -> bool:
 def _of_bitsandbytes(kinds: Mapping[tuple[Any, ...], int], rounding: Rounding) -> OptimizerMemory:
     """Return the memory of AdamW8bit, whose kernels update in place; its tables of values are shared."""
     try:
-        import bitsandbytes
+        from bitsandbytes import optim
     except ImportError:
         raise FxrematError('optimizer="adamw8bit" needs bitsandbytes: pip install bitsandbytes') from None
-    optimizer = bitsandbytes.optim.AdamW8bit([nn.Parameter(torch.zeros(1))])
+    optimizer: Any = optim.AdamW8bit([nn.Parameter(torch.zeros(1))])  # type: ignore[attr-defined,no-untyped-call,unused-ignore]
     state, shared = 0, dict[str, int]()
     with fake_mode():
         for (shape, dtype, _), count in kinds.items():
@@ -121,7 +121,7 @@ class _Meter(TorchDispatchMode):
     """A count of the bytes that ops allocate, and of their largest sum at a time."""
 
     def __init__(self, rounding: Rounding) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._rounding, self._alive, self.peak = rounding, dict[int, tuple[StorageWeakRef, int]](), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

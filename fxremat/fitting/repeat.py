@@ -11,6 +11,7 @@ the model: where the windows differ in anything but names, `NotPeriodic` is rais
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -154,7 +155,7 @@ class _Periods:
         return [first[window] for window in range(self.windows.count)]
 
     def _length(self, starts: Sequence[int]) -> int:
-        lengths = {abs(after - before) for before, after in zip(starts, starts[1:], strict=False)}
+        lengths = {abs(after - before) for before, after in itertools.pairwise(starts)}
         if len(lengths) != 1:
             raise NotPeriodic(f"{self.windows.path}: layers have {sorted(lengths)} ops")
         return lengths.pop()
@@ -178,7 +179,7 @@ class _Periods:
             min((op.sequence for op in self.ops(window, late=False) if op.sequence is not None), default=0)
             for window in range(self.windows.count)
         ]
-        widths = {after - before for before, after in zip(self.sequence, self.sequence[1:], strict=False)}
+        widths = {after - before for before, after in itertools.pairwise(self.sequence)}
         if len(widths) != 1:
             raise NotPeriodic(f"{self.windows.path}: autograd numbers the layers' ops in different ways")
         self.width = widths.pop()
@@ -250,7 +251,11 @@ class _Copier:
             forward_count=graph.forward_count + self.more * periods.lengths[False],
             sources=tuple(self.sources),
             parameters=self._parameters(),
-            **{name: self._with_copies(getattr(graph, name)) for name in _SETS},
+            output_values=self._with_copies(graph.output_values),
+            kept_outputs=self._with_copies(graph.kept_outputs),
+            mutated_primals=self._with_copies(graph.mutated_primals),
+            updates=self._with_copies(graph.updates),
+            returned=self._with_copies(graph.returned),
         )
         return Repeated(graph=made, ops=tuple(self.op_origin), values=tuple(self.origin))
 
@@ -384,7 +389,3 @@ class _Copier:
     def _with_copies(self, values: Iterable[int]) -> frozenset[int]:
         held = frozenset(values)
         return held | {number for (value, _), number in self.copied.items() if value in held}
-
-
-_SETS = ("output_values", "kept_outputs", "mutated_primals", "updates", "returned")
-"""The fields of a step graph that are sets of values, which copies of their members belong to."""

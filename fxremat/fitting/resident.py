@@ -28,7 +28,7 @@ def rounding_of(device: Device) -> Rounding:
 def resident_of(loaded: Loaded, step: EstimatedStep, training: Training, device: Device) -> Resident:
     """Return the memory besides the step of a model that a device trains, alone or with others."""
     rounding = rounding_of(device)
-    parameters = dict(loaded.model.named_parameters())
+    parameters: dict[str, Tensor] = dict(loaded.model.named_parameters())
     trained = {name: tensor for name, tensor in parameters.items() if name in step.trained}
     others: dict[str, int] = {}
     if training.shard == "fsdp":
@@ -36,7 +36,10 @@ def resident_of(loaded: Loaded, step: EstimatedStep, training: Training, device:
         shares = shares_of(parameters, trained, layers, training.devices, rounding)
         parameters = dict(shares.parameters)
         trained = {name: parameters[name] for name in trained}
-        others = {"gathered layers (by formula)": shares.gathered, "gradients being reduced (by formula)": shares.reducing}
+        others = {
+            "gathered layers (by formula)": shares.gathered,
+            "gradients being reduced (by formula)": shares.reducing,
+        }
     optimizer = memory_of(training.optimizer, trained, rounding)
     gradients = bytes_of(trained.values(), rounding)
     if training.shard == "ddp":

@@ -115,7 +115,8 @@ def _lists(model: nn.Module, path: str, count: int) -> list[tuple[object, ...]]:
         if len(values) < count and all(type(value) is int and 0 <= value < count for value in values)
     ]
     return [
-        (*(repr(values[number]) for values in each), *(number in values for values in chosen)) for number in range(count)
+        (*(repr(values[number]) for values in each), *(number in values for values in chosen))
+        for number in range(count)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Ways to train a model on a device: with all on it, with values that wait on the host, with weights that live there."""
+"""Ways to train a model on a device: all on it, or values or weights on the host."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fxremat.fitting.optimizers import memory_of
 from fxremat.fitting.resident import by_name, rounding_of
 from fxremat.fitting.settings import Training
 from fxremat.fitting.steps import EstimatedStep
-from fxremat.search.candidate import Candidate, Frontier
+from fxremat.search.candidate import Candidate, Frontier, exchanged
 from fxremat.search.survey import survey
 from fxremat.step.costs import Costs, Link, ParameterUpdate
 from fxremat.transfers.activations import most_on_host
 from fxremat.transfers.offloading import with_offloading
 from fxremat.transfers.weight_updates import best_within
+from fxremat.units import format_bytes
 
 LARGE = 1500  # ops: of larger steps, one way to cut them into blocks is tried
-SLOTS = 300  # steps of memory in the tables of a step
-FEW_SLOTS = 60  # of a step of which only the least memory is asked for
+SLOTS = 500, 150  # steps of memory in the tables of a step, and of a large one
 HOSTED = ("adamw", "sgd")  # optimizers that update parameters that live on the host
 
 
@@ -64,15 +64,10 @@ class Room:
         return total <= self.device.memory
 
 
-def frontier_of(step: EstimatedStep, *, least_alone: bool = False) -> Frontier:
-    """Return the frontier of a step's programs, by estimate; some 8 s for 4,000 ops.
-
-    Args:
-        least_alone: only the least memory is asked for, which takes half the time.
-    """
-    ways = 1 if least_alone or len(step.graph.ops) > LARGE else None
-    slots = FEW_SLOTS if least_alone else SLOTS
-    return survey(step.graph, step.costs, slots=slots, effort=0.0, ways=ways)
+def frontier_of(step: EstimatedStep) -> Frontier:
+    """Return the frontier of a step's programs, by estimate; some 6 s for 4,000 ops."""
+    large = len(step.graph.ops) > LARGE
+    return survey(step.graph, step.costs, slots=SLOTS[large], effort=0.0, ways=1 if large else None)
 
 
 def on_the_device(room: Room) -> Way | None:
@@ -82,14 +77,16 @@ def on_the_device(room: Room) -> Way | None:
 
 def with_activations_on_host(room: Room) -> Way | None:
     """Return the fastest program that fits, where activations may wait on the host; None if there is none."""
+    if not room.fits(total_of(0, room.resident)):
+        return None
     link = _link(room.device)
     return _chosen(room, with_offloading(room.frontier, room.step.costs, link), "activations")
 
 
 def _chosen(room: Room, frontier: Frontier, how: str) -> Way | None:
-    budget = budget_for_step(room.device, room.resident)
     if not room.fits(total_of(0, room.resident)):
         return None
+    budget = budget_for_step(room.device, room.resident)
     try:
         candidate = frontier.within(budget)
     except BudgetTooSmall:
@@ -101,7 +98,7 @@ def _chosen(room: Room, frontier: Frontier, how: str) -> Way | None:
         candidate=candidate,
         ledger=ledger_of(candidate, costs.sizes, room.resident),
         slowdown=candidate.time / frontier.keep_all.time,
-        budget=budget,
+        budget=min(budget, _whole_mib(frontier.keep_all.peak)),
         on_host=waiting,
     )
 
@@ -116,9 +113,9 @@ def with_weights_on_host(room: Room, loaded: Loaded, training: Training) -> Way 
     updated = replace(
         graph,
         returned=graph.returned - gradients,
-        updates_of={weight: gradient for weight, gradient in by_name(room.step).values()},
+        updates_of=dict(by_name(room.step).values()),
     )
-    moved = _on(updated, room.frontier)
+    moved = room.frontier.each(exchanged(updated))
     state = sum(unit.state_bytes for unit in units)
     weights = sum(unit.bytes for unit in units)
     parts = dict(room.resident.parts)
@@ -129,18 +126,16 @@ def with_weights_on_host(room: Room, loaded: Loaded, training: Training) -> Way 
     try:
         best = best_within(moved, units, costs, _link(room.device), budget, values_too=True)
     except BudgetTooSmall as error:
-        from fxremat.units import format_bytes
-
         return f"with weights on the host {format_bytes(total_of(error.minimum, resident))} at least"
     program = best.candidate.program()
-    hosted = [unit for unit in units if unit.value in best.choice.hosted]
+    away = sum(unit.bytes + unit.state_bytes for unit in units if unit.value in best.choice.hosted)
     return Way(
         how="weights",
         candidate=best.candidate,
         ledger=ledger_of(best.candidate, costs.sizes, resident),
         slowdown=best.candidate.time / (room.frontier.keep_all.time + sum(unit.seconds for unit in units)),
         budget=budget,
-        on_host=sum(unit.bytes + unit.state_bytes for unit in hosted) + most_on_host(program, costs, _link(room.device)),
+        on_host=away + most_on_host(program, costs, _link(room.device)),
     )
 
 
@@ -153,12 +148,6 @@ def _refused(training: Training) -> str:
     if training.optimizer not in HOSTED:
         return f"{training.optimizer} does not update weights that live on the host; {' and '.join(HOSTED)} do"
     return ""
-
-
-def _on(graph: object, frontier: Frontier) -> Frontier:
-    from fxremat.search.candidate import exchanged
-
-    return frontier.each(exchanged(graph))  # type: ignore[arg-type]
 
 
 def _with_weights(costs: Costs, units: Sequence[ParameterUpdate]) -> Costs:
@@ -189,6 +178,10 @@ def _updates(room: Room, loaded: Loaded, training: Training) -> list[ParameterUp
             ParameterUpdate(value=value, bytes=size, state_bytes=state, workspace=update, seconds=seconds)
         )
     return units
+
+
+def _whole_mib(size: int) -> int:
+    return -(-size // 2**20) * 2**20
 
 
 def _link(device: Device) -> Link:

@@ -100,10 +100,21 @@ def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int]:
     everything = judge.keep_everything(layout).peak
     if budget >= everything:
         return range(len(graph.ops))
+    return [step.op for step in _nearly_least(layout, judge, everything).program().executions]
+
+
+def least_of(graph: StepGraph, costs: Costs) -> Candidate:
+    """Return a candidate of nearly the least memory, without a survey: the one of the way to cut with small blocks."""
+    layout, judge = next(_layouts(graph, costs, 1)), _Judge(graph, costs)
+    everything = judge.keep_everything(layout)
+    return min(everything, _nearly_least(layout, judge, everything.peak), key=lambda candidate: candidate.peak)
+
+
+def _nearly_least(layout: Layout, judge: _Judge, everything: int) -> Candidate:
+    """Return the candidate of nearly the least memory that a coarse table has; `everything` is keep-all's peak."""
     build, chain = TABLES[DEFAULT], judge.chain(layout)
     table = build(chain, int(NEAR_LEAST * build(chain, max(1, everything), 1).least) + 1, MEASURING_SLOTS)
-    least = min(judge.of(layout, table.frontier(2)), key=lambda candidate: candidate.peak)
-    return [step.op for step in least.program().executions]
+    return min(judge.of(layout, table.frontier(2)), key=lambda candidate: candidate.peak)
 
 
 class _Judge:
