@@ -35,6 +35,8 @@ from fxremat.fitting.ways import (
 )
 from fxremat.search.survey import least_of
 
+QUICK = 1000  # captured ops: of a larger step no second batch is tried
+
 
 def fits(
     model: str | nn.Module,
@@ -102,7 +104,7 @@ def fits(
         way=found,
         reason=way if isinstance(way, str) else "",
     )
-    if found is None or found.how or isinstance(model, nn.Module):
+    if found is None or found.how or isinstance(model, nn.Module) or step.captured_ops > QUICK:
         return answer
     return replace(answer, larger=_larger(model, training, config or {}, device))
 

@@ -7,6 +7,9 @@ Every window has one part in the forward and one in the backward. An op of a win
 distance (the layer before, for the forward), weights of its own layer, or values that all windows share (masks, an
 encoder's output). That is compared between all windows; a copy of W1 then reads by the same rule. Nothing is assumed of
 the model: where the windows differ in anything but names, `NotPeriodic` is raised.
+
+Windows may be of several kinds, which have the same ops and read other shared values: layers with a sliding window of
+attention and layers without. A copy is then one of a window of its kind.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from fxremat.step.source import Source
 from fxremat.step.step_graph import Op, Origin, StepGraph, Value
 
 LEAST_WINDOWS = 3  # the first and the last one may border on other ops; one between them is the template
-TEMPLATE = 1  # number of the window that is copied
 
 
 class NotPeriodic(FxrematError):
@@ -37,7 +39,14 @@ class Windows:
     path: str  # the module that holds the layers, such as "model.layers"
     first: int  # number of the first layer that belongs to a window
     period: int  # layers in one window
-    count: int  # windows
+    kinds: tuple[int, ...]  # of each window
+    before: int  # the number of windows before the copies
+    copies: tuple[int, ...]  # the kind of each copy, in the order of the forward
+
+    @property
+    def count(self) -> int:
+        """The number of windows."""
+        return len(self.kinds)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,8 +78,8 @@ class Repeated:
         )
 
 
-def repeated(graph: StepGraph, windows: Windows, more: int) -> Repeated:
-    """Return the step with `more` further windows of equal layers. O(ops of the result).
+def repeated(graph: StepGraph, windows: Windows) -> Repeated:
+    """Return the step with further windows of equal layers, the copies. O(ops of the result).
 
     The first or the last window may differ from the others, since gradients of what all layers read are not yet, or no
     longer, added up there. A stack that no op belongs to is left as it is.
@@ -84,7 +93,7 @@ def repeated(graph: StepGraph, windows: Windows, more: int) -> Repeated:
     reasons = []
     for part in _parts(windows):
         try:
-            return _Copier(_Periods(graph, part), more).result()
+            return _Copier(_Periods(graph, part)).result()
         except NotPeriodic as error:
             reasons.append(error)
     raise reasons[0] if reasons else NotPeriodic(f"{windows.path}: {windows.count} periods are too few to compare")
@@ -92,10 +101,17 @@ def repeated(graph: StepGraph, windows: Windows, more: int) -> Repeated:
 
 def _parts(windows: Windows) -> list[Windows]:
     """Return the windows, then those without the last, the first, and both, as far as enough are left."""
-    fewer = replace(windows, count=windows.count - 1)
-    later = replace(fewer, first=windows.first + windows.period)
-    inner = replace(later, count=later.count - 1)
-    return [part for part in (windows, fewer, later, inner) if part.count >= LEAST_WINDOWS]
+    fewer = replace(windows, kinds=windows.kinds[:-1])
+    later = replace(
+        windows, first=windows.first + windows.period, kinds=windows.kinds[1:], before=windows.before - 1
+    )
+    inner = replace(later, kinds=later.kinds[:-1])
+    return [part for part in (windows, fewer, later, inner) if part.count >= LEAST_WINDOWS and _has_templates(part)]
+
+
+def _has_templates(windows: Windows) -> bool:
+    """Tell whether the copies have a place between two windows, and each has a window of its kind between others."""
+    return 0 < windows.before < windows.count and set(windows.copies) <= set(windows.kinds[1:-1])
 
 
 Place = tuple[int, bool, int, int]  # window, whether in the backward, offset of the op there, position of the value
@@ -195,14 +211,25 @@ class _Periods:
 
     def _shift(self, late: bool, offset: int, read: int) -> int | None:
         """Compare the windows between the first and the last one, which border on other ops."""
-        found = {self._distance(window, late, offset, read) for window in range(1, self.windows.count - 1)}
+        inner = range(1, self.windows.count - 1)
+        pairs = [pair for window in inner if (pair := self._pair(window)) is not None]
+        found = {self._distance(*pair, late, offset, read) for pair in pairs}
         if len(found) != 1:
             raise NotPeriodic(f"{self.windows.path}: layers read values of different layers")
-        return found.pop()
+        (rule,) = found
+        if not all(self._follows(rule, window, late, offset, read) for window in inner):
+            raise NotPeriodic(f"{self.windows.path}: layers of different kinds read values of different layers")
+        return rule
 
-    def _distance(self, window: int, late: bool, offset: int, read: int) -> int | None:
+    def _pair(self, window: int) -> tuple[int, int] | None:
+        """Return a window with the next one of its kind; None if there is none."""
+        kinds = self.windows.kinds
+        later = (other for other in range(window + 1, self.windows.count) if kinds[other] == kinds[window])
+        return next(((window, other) for other in later), None)
+
+    def _distance(self, window: int, other: int, late: bool, offset: int, read: int) -> int | None:
         here = _all_reads(self.ops(window, late=late)[offset])[read]
-        there = _all_reads(self.ops(window + 1, late=late)[offset])[read]
+        there = _all_reads(self.ops(other, late=late)[offset])[read]
         if here == there:
             return None
         if here in self.place_of:
@@ -211,20 +238,30 @@ class _Periods:
             return 0
         raise NotPeriodic(f"{self.windows.path}: a layer reads a value of its own that no layer makes")
 
+    def _follows(self, rule: int | None, window: int, late: bool, offset: int, read: int) -> bool:
+        """Tell whether a window reads by this rule, as far as it can be told from the window alone."""
+        value = _all_reads(self.ops(window, late=late)[offset])[read]
+        if value in self.place_of:
+            return rule is None or rule == self.place_of[value][0] - window
+        return rule is None or (rule == 0 and self.graph.values[value].origin is Origin.PRIMAL)
+
 
 def _all_reads(op: Op) -> tuple[int, ...]:
     return (*op.reads, *op.again_reads)
 
 
 class _Copier:
-    """A builder of the step in which the template window stands `more` times more often."""
+    """A builder of the step with copies of windows between two of them."""
 
-    def __init__(self, periods: _Periods, more: int) -> None:
-        self.periods, self.graph, self.more = periods, periods.graph, more
-        self.count = periods.windows.count
+    def __init__(self, periods: _Periods) -> None:
+        self.periods, self.graph = periods, periods.graph
+        windows = periods.windows
+        self.count, self.before, self.more = windows.count, windows.before, len(windows.copies)
+        inner = {windows.kinds[window]: window for window in range(self.count - 2, 0, -1)}
+        self.templates = tuple(inner[kind] for kind in windows.copies)
         self.values: list[Value] = list(self.graph.values)
         self.origin: list[int] = list(range(len(self.values)))
-        self.copied: dict[tuple[int, int], int] = {}  # (value of the template, copy from 1) -> its number
+        self.copied: dict[tuple[int, int], int] = {}  # (value of a template, copy) -> its number
         self._copy_values()
         self.ops: list[Op] = []
         self.op_origin: list[int] = []
@@ -233,15 +270,15 @@ class _Copier:
     def result(self) -> Repeated:
         """Return the step with the copies."""
         graph, periods = self.graph, self.periods
-        between = periods.forward[TEMPLATE + 1]
-        before = periods.backward[TEMPLATE]  # copies run in the backward before their template, the last one first
+        between = periods.forward[self.before]
+        before = periods.backward[self.before - 1]  # copies run in the backward before this one, the last one first
         self._check_others()
         for op in graph.ops:
             if op.index == between:
-                for copy in range(1, self.more + 1):
+                for copy in range(self.more):
                     self._add_window(copy, late=False)
             if op.index == before:
-                for copy in range(self.more, 0, -1):
+                for copy in reversed(range(self.more)):
                     self._add_window(copy, late=True)
             self._add_original(op)
         made = replace(
@@ -260,21 +297,24 @@ class _Copier:
         return Repeated(graph=made, ops=tuple(self.op_origin), values=tuple(self.origin))
 
     def _copy_values(self) -> None:
-        """Add a copy of each value that the template makes, and of each weight that it alone reads."""
-        periods = self.periods
-        own = [value for value, place in periods.place_of.items() if place[0] == TEMPLATE]
-        for late in (False, True):
-            there = periods.ops(TEMPLATE + 1, late=late)
-            for op, other in zip(periods.ops(TEMPLATE, late=late), there, strict=True):
-                for value, its in zip(_all_reads(op), _all_reads(other), strict=True):
-                    if value != its and self.graph.values[value].origin is Origin.PRIMAL:
-                        own.append(value)
-        self.own = tuple(dict.fromkeys(own))
-        for copy in range(1, self.more + 1):
-            for value in self.own:
+        """Add a copy of each value that a template makes, and of each weight that it alone reads."""
+        own = {template: self._own(template) for template in set(self.templates)}
+        for copy, template in enumerate(self.templates):
+            for value in own[template]:
                 self.copied[value, copy] = len(self.values)
                 self.values.append(replace(self.graph.values[value], index=len(self.values)))
                 self.origin.append(value)
+
+    def _own(self, template: int) -> tuple[int, ...]:
+        """Return the values that a window makes, and the weights that it alone reads."""
+        periods = self.periods
+        found = [value for value, place in periods.place_of.items() if place[0] == template]
+        for late in (False, True):
+            for offset, op in enumerate(periods.ops(template, late=late)):
+                for read, value in enumerate(_all_reads(op)):
+                    if value not in periods.place_of and periods.shift(late, offset, read) == 0:
+                        found.append(value)
+        return tuple(dict.fromkeys(found))
 
     def _check_others(self) -> None:
         """Raise `NotPeriodic` where an op outside of the windows reads a value of an inner window."""
@@ -292,37 +332,43 @@ class _Copier:
 
     def _add_window(self, copy: int, *, late: bool) -> None:
         """Add the forward or backward part of a copy."""
-        for offset, op in enumerate(self.periods.ops(TEMPLATE, late=late)):
-            reads = [self._read(TEMPLATE + copy, late, offset, op, read) for read in range(len(_all_reads(op)))]
-            self._add(op, reads, tuple(self.copied[value, copy] for value in op.writes), TEMPLATE, copy)
+        template = self.templates[copy]
+        for offset, op in enumerate(self.periods.ops(template, late=late)):
+            reads = [self._read(copy, late, offset, op, read) for read in range(len(_all_reads(op)))]
+            self._add(op, reads, tuple(self.copied[value, copy] for value in op.writes), template, copy)
 
-    def _read(self, at: int, late: bool, offset: int, op: Op, read: int) -> int:
-        """Return the value that an op reads if its window stands at place `at` of the result."""
+    def _read(self, copy: int, late: bool, offset: int, op: Op, read: int) -> int:
+        """Return the value that an op of a copy reads."""
         value = _all_reads(op)[read]
         distance = self.periods.shift(late, offset, read)
         if distance is None:
             return value
         if value not in self.periods.place_of:
-            return self.copied[value, at - TEMPLATE] if TEMPLATE < at <= TEMPLATE + self.more else value
-        return self._value(at + distance, self.periods.place_of[value])
+            return self.copied[value, copy]
+        return self._value(self.before + copy + distance, self.periods.place_of[value])
 
     def _value(self, at: int, place: Place) -> int:
         """Return the value of the window that stands at place `at` of the result."""
-        if TEMPLATE < at <= TEMPLATE + self.more:
-            return self.copied[self.periods.value_at[TEMPLATE, *place[1:]], at - TEMPLATE]
-        window = at if at <= TEMPLATE else at - self.more
+        copy = at - self.before
+        if 0 <= copy < self.more:
+            return self.copied[self.periods.value_at[self.templates[copy], *place[1:]], copy]
+        window = at if copy < 0 else at - self.more
         return self.periods.value_at[window, *place[1:]]
+
+    def _place(self, window: int) -> int:
+        """Return the place in the result of a captured window."""
+        return window if window < self.before else window + self.more
 
     def _add_original(self, op: Op) -> None:
         window, late, offset = self._window_at(op)
         reads = list(_all_reads(op))
         if window is not None:
-            at = window if window <= TEMPLATE else window + self.more
+            at = self._place(window)
             for read, value in enumerate(reads):
                 if value in self.periods.place_of and self.periods.shift(late, offset, read) is not None:
                     distance = self.periods.place_of[value][0] - window
                     reads[read] = self._value(at + distance, self.periods.place_of[value])
-        self._add(op, reads, op.writes, window, 0)
+        self._add(op, reads, op.writes, window, None)
 
     def _window_at(self, op: Op) -> tuple[int | None, bool, int]:
         late = op.backward
@@ -332,7 +378,9 @@ class _Copier:
                 return window, late, op.index - start
         return None, late, 0
 
-    def _add(self, op: Op, reads: Sequence[int], writes: tuple[int, ...], window: int | None, copy: int) -> None:
+    def _add(
+        self, op: Op, reads: Sequence[int], writes: tuple[int, ...], window: int | None, copy: int | None
+    ) -> None:
         index = len(self.ops)
         first, again = tuple(reads[: len(op.reads)]), tuple(reads[len(op.reads) :])
         exchanged = dict(zip((*_all_reads(op), *op.writes), (*reads, *writes), strict=True))
@@ -340,7 +388,7 @@ class _Copier:
             replace(
                 op,
                 index=index,
-                name=f"{op.name}_copy{copy}" if copy else op.name,
+                name=_name(op.name, copy),
                 reads=first,
                 writes=writes,
                 again_reads=again,
@@ -350,38 +398,44 @@ class _Copier:
             )
         )
         for value in writes:
-            name = self.values[value].name
-            self.values[value] = replace(
-                self.values[value], producer=index, name=f"{name}_copy{copy}" if copy else name
-            )
+            name = _name(self.values[value].name, copy)
+            self.values[value] = replace(self.values[value], producer=index, name=name)
         self.op_origin.append(op.index)
         source = self.graph.sources[op.index]
-        self.sources.append(replace(source, module=self._module(source.module, copy)))
+        self.sources.append(replace(source, module=self._module(source.module, window, copy)))
 
-    def _sequence(self, sequence: int | None, window: int | None, copy: int) -> int | None:
+    def _sequence(self, sequence: int | None, window: int | None, copy: int | None) -> int | None:
         """Return autograd's number of an op, which grows by the numbers of the copies before it."""
         if sequence is None:
             return None
         width, starts = self.periods.width, self.periods.sequence
         if window is None or not -width < sequence - starts[window] < 2 * width:
-            return sequence + (self.more * width if sequence >= starts[TEMPLATE + 1] else 0)
-        at = window + copy if window <= TEMPLATE else window + self.more
+            return sequence + (self.more * width if sequence >= starts[self.before] else 0)
+        at = self._place(window) if copy is None else self.before + copy
         return sequence - starts[window] + starts[0] + at * width
 
-    def _module(self, name: str, copy: int) -> str:
-        """Return a module's name with the number that its layer has in the result."""
+    def _module(self, name: str, window: int | None, copy: int | None) -> str:
+        """Return a module's name with the number that its layer has in the result.
+
+        Args:
+            window: the window that the copy is one of.
+            copy: None: the module of a captured op or parameter.
+        """
         layer = self.periods.layer_of(name)
         windows = self.periods.windows
         if layer is None:
             return name
-        later = layer >= windows.first + (TEMPLATE + 1) * windows.period
-        number = layer + windows.period * (self.more if later else copy)
+        if copy is None or window is None:
+            later = layer >= windows.first + self.before * windows.period
+            number = layer + windows.period * (self.more if later else 0)
+        else:
+            number = layer + windows.period * (self.before + copy - window)
         return f"{windows.path}.{number}{name[len(f'{windows.path}.{layer}') :]}"
 
     def _parameters(self) -> dict[int, str]:
-        named = {value: self._module(name, 0) for value, name in self.graph.parameters.items()}
+        named = {value: self._module(name, None, None) for value, name in self.graph.parameters.items()}
         return named | {
-            number: self._module(self.graph.parameters[value], copy)
+            number: self._module(self.graph.parameters[value], self.templates[copy], copy)
             for (value, copy), number in self.copied.items()
             if value in self.graph.parameters
         }
@@ -389,3 +443,7 @@ class _Copier:
     def _with_copies(self, values: Iterable[int]) -> frozenset[int]:
         held = frozenset(values)
         return held | {number for (value, _), number in self.copied.items() if value in held}
+
+
+def _name(of: str, copy: int | None) -> str:
+    return of if copy is None else f"{of}_copy{copy + 1}"

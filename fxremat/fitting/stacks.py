@@ -27,52 +27,87 @@ NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx") 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Equal layers, or equal groups of layers, that follow one another in a list of modules."""
+    """Equal layers, or equal groups of layers, that follow one another in a list of modules.
+
+    Layers of several kinds have the same modules and tensors, and other settings.
+    """
 
     path: str  # the list that holds the layers, such as "model.layers"
     first: int  # number of the first of them
     period: int  # layers in a group
-    count: int  # groups
-    captured: int = CAPTURED[0]  # groups that are captured, of more
+    kinds: tuple[int, ...]  # of each group
+    head: int  # groups that are captured, and stay at the beginning
+    tail: int  # groups that are captured after these, and stay at the end: the last groups are of the same kinds
 
     @property
     def left_out(self) -> int:
         """The number of groups that need not be captured."""
-        return max(0, self.count - self.captured)
+        return max(0, len(self.kinds) - self.head - self.tail)
 
     @property
     def windows(self) -> Windows:
         """The layers of the shortened model that repeat."""
-        return Windows(path=self.path, first=self.first, period=self.period, count=min(self.count, self.captured))
+        return Windows(
+            path=self.path,
+            first=self.first,
+            period=self.period,
+            kinds=self.kinds[: self.head + self.tail],
+            before=self.head,
+            copies=self.kinds[self.head : self.head + self.left_out],
+        )
 
 
-def stacks(model: nn.Module, captured: int = CAPTURED[0]) -> tuple[Stack, ...]:
+def stacks(model: nn.Module, captured: int = CAPTURED[0], *, mixed: bool = True) -> tuple[Stack, ...]:
     """Return the stacks of equal layers that are worth shortening; a stack inside of another one's layers is none.
 
     Args:
-        captured: the number of periods that are left of each.
+        captured: the number of groups that are left of each; more, where there are several kinds.
+        mixed: layers of several kinds may be in a stack.
     """
     found: list[Stack] = []
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{other.path}.") for other in found)
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > captured and not inside:
-            stack = _stack(path, module, _lists(model, path, len(module)), captured)
+            stack = _stack(path, module, _lists(model, path, len(module)), captured, mixed=mixed)
             found += [stack] if stack.left_out else []
     return tuple(found)
 
 
 def _stack(
-    path: str, layers: nn.ModuleList | nn.Sequential, settings: Sequence[Sequence[object]], captured: int
+    path: str,
+    layers: nn.ModuleList | nn.Sequential,
+    settings: Sequence[Sequence[object]],
+    captured: int,
+    *,
+    mixed: bool,
 ) -> Stack:
     """Return the run of equal groups in a list of layers that saves the most layers."""
     shown = [(_outline(layer), *of) for layer, of in zip(layers, settings, strict=True)]
-    best = Stack(path=path, first=0, period=1, count=1, captured=captured)
+    tail = captured // 2
+    best = Stack(path=path, first=0, period=1, kinds=(), head=captured - tail, tail=tail)
     for period in range(1, min(LONGEST_PERIOD, len(shown) // 2) + 1):
         for first, length in _runs(shown, period):
-            run = replace(best, first=first, period=period, count=length // period)
-            if run.left_out * period > best.left_out * best.period:
-                best = run
+            run = replace(best, first=first, period=period, kinds=(0,) * (length // period), head=captured - tail)
+            best = max(best, run, key=lambda stack: stack.left_out * stack.period)
+    for first, length in _runs([_tensors(layer) for layer in layers], 1) if mixed else ():
+        run = _of_kinds(replace(best, first=first, period=1), shown[first : first + length], captured - tail)
+        best = max(best, run, key=lambda stack: stack.left_out * stack.period)
     return best
+
+
+def _of_kinds(stack: Stack, shown: Sequence[object], least: int) -> Stack:
+    """Return the stack of layers of several kinds. Its first layers have all kinds, and end as the last ones do.
+
+    The first ones are captured, since a model may decide by the number of a layer what it does with it.
+    """
+    numbers: list[object] = []
+    for one in shown:
+        numbers += [] if one in numbers else [one]
+    kinds = tuple(numbers.index(one) for one in shown)
+    tail, last = stack.tail, kinds[len(kinds) - stack.tail :]
+    heads = range(least, len(kinds) - tail)
+    complete = (h for h in heads if set(kinds[2 : h + 1]) == set(kinds) and kinds[h : h + tail] == last)
+    return replace(stack, kinds=kinds, head=next(complete, len(kinds)))
 
 
 def _runs(shown: Sequence[object], period: int) -> Iterator[tuple[int, int]]:
@@ -86,13 +121,23 @@ def _runs(shown: Sequence[object], period: int) -> Iterator[tuple[int, int]]:
 
 def _outline(layer: nn.Module) -> list[object]:
     """Return what decides the ops of a layer: its modules, their settings, and the shapes of their tensors."""
-    found: list[object] = []
-    for name, module in layer.named_modules():
-        tensors = [(key, _shown(tensor)) for key, tensor in (*module._parameters.items(), *module._buffers.items())]
+    found: list[object] = [_tensors(layer)]
+    for module in layer.modules():
         settings = ((key, value) for key, value in vars(module).items() if not key.startswith("_"))
-        plain = [(key, repr(value)) for key, value in settings if _is_plain(value) and key not in NUMBERS]
-        found.append((name, type(module), tensors, plain))
+        found.append([(key, repr(value)) for key, value in settings if _is_plain(value) and key not in NUMBERS])
     return found
+
+
+def _tensors(layer: nn.Module) -> list[object]:
+    """Return the modules of a layer, and the shapes of their tensors."""
+    return [
+        (
+            name,
+            type(module),
+            [(key, _shown(tensor)) for key, tensor in (*module._parameters.items(), *module._buffers.items())],
+        )
+        for name, module in layer.named_modules()
+    ]
 
 
 def _shown(tensor: torch.Tensor | None) -> object:
@@ -144,7 +189,7 @@ def shortened(model: nn.Module, of: Sequence[Stack]) -> Iterator[nn.Module]:
         for stack in of:
             layers = model.get_submodule(stack.path)
             kept.append((layers, dict(layers._modules)))
-            until = stack.first + stack.captured * stack.period
+            until = stack.first + (stack.head + stack.tail) * stack.period
             rest = until + stack.left_out * stack.period
             left = [layer for number, layer in enumerate(layers._modules.values()) if not until <= number < rest]
             layers._modules.clear()

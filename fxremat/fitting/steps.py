@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fxremat.api import capture
@@ -46,14 +47,11 @@ def step_of(loaded: Loaded, device: Device) -> EstimatedStep:
     Raises:
         CaptureError: the model is not one graph.
     """
-    for captured in CAPTURED if loaded.layers_known else ():
-        found = stacks(loaded.model, captured)
-        if not found:
-            break
+    for found in _ways(loaded):
         try:
             return _repeated(loaded, device, found)
         except NotPeriodic as error:
-            log.info("%d periods of each stack are not enough: %s", captured, error)
+            log.info("stacks of layers cannot be shortened so far: %s", error)
     graph = _captured(loaded, device)
     costs = _costs(graph, device)
     return EstimatedStep(
@@ -61,12 +59,25 @@ def step_of(loaded: Loaded, device: Device) -> EstimatedStep:
     )
 
 
+def _ways(loaded: Loaded) -> Iterator[tuple[Stack, ...]]:
+    """Yield the ways to shorten the stacks of a model, those that leave most out first."""
+    if not loaded.layers_known:
+        return
+    tried: list[tuple[Stack, ...]] = [()]
+    for mixed in (True, False):
+        for captured in CAPTURED if loaded.library != "diffusers" else CAPTURED[-1:]:  # theirs differ at both ends
+            found = stacks(loaded.model, captured, mixed=mixed)
+            if found not in tried:
+                tried.append(found)
+                yield found
+
+
 def _repeated(loaded: Loaded, device: Device, found: tuple[Stack, ...]) -> EstimatedStep:
     with shortened(loaded.model, found):
         captured = _captured(loaded, device)
     graph, costs = captured.step, _costs(captured, device)
     for stack in found:
-        longer = repeated(graph, stack.windows, stack.left_out)
+        longer = repeated(graph, stack.windows)
         graph, costs = longer.graph, longer.costs(costs)
     return EstimatedStep(
         graph=graph, costs=costs, captured_ops=len(captured.ops), assumed=assumptions(captured, device)
