@@ -58,8 +58,9 @@ def from_config(settings: Mapping[str, Any], training: Training, name: str) -> L
     if training.length is not None:
         raise FxrematError(f"{name}: {kind} takes images, and has no length; image=1024 sets their size")
     inputs, side = _INPUTS[kind](model.config, training)
+    source, part = str(settings.get("_name_or_path") or name), "unet" if kind.startswith("UNet") else "transformer"
     code = (
-        f'model = diffusers.{kind}.from_pretrained("...", subfolder="...", torch_dtype={training.weights})',
+        f'model = diffusers.{kind}.from_pretrained("{source}", subfolder="{part}", torch_dtype={training.weights})',
         "model = fxremat.fitting.from_diffusers.Denoiser(model)  # returns the mean squared error",
     )
     return Loaded(

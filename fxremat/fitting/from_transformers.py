@@ -39,8 +39,9 @@ def from_config(settings: Mapping[str, Any], training: Training, name: str) -> L
                            f"{kind!r}: {error}") from error
     model = _model(transformers, config, training, name)
     inputs, sizes, notes = _inputs(model, training, name)
+    source = str(settings.get("_name_or_path") or name)
     code = (
-        f"model = transformers.{type(model).__name__}.from_pretrained({name!r}, dtype={training.weights})",
+        f"model = transformers.{type(model).__name__}.from_pretrained({source!r}, dtype={training.weights})",
         "model.config.use_cache = False",
     )
     return Loaded(

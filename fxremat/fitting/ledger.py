@@ -55,7 +55,7 @@ class Resident:
         return max(0, self.gradients - held) + self.update + self.outputs
 
 
-WAITING = "gradients of earlier backwards"
+WAITING = "gradients that wait for the update"
 
 
 @dataclass(frozen=True, kw_only=True)

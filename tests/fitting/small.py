@@ -125,7 +125,9 @@ def small(name: str, **settings: Any) -> Loaded:
 def with_data(loaded: Loaded) -> tuple[nn.Module, Any]:
     """The model and its inputs on the CPU: random weights, and buffers and inputs that every model can read."""
     torch.manual_seed(0)
-    model = loaded.model.to_empty(device="cpu")
+    model: Any = loaded.model.to_empty(device="cpu")
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     for buffer in model.buffers():

@@ -93,7 +93,7 @@ def test_accumulated_gradients_wait_besides_the_new_ones() -> None:
     once, more = ask(4096), ask(4096, accumulate=4)
     gradients = 6 * (WIDTH * WIDTH + WIDTH) * 4
     assert more.room.resident.bytes - once.room.resident.bytes == gradients
-    assert "gradients of earlier backwards" in more.ledger.parts
+    assert "gradients that wait for the update" in more.ledger.parts
 
 
 def test_shards_split_what_fsdp_splits_and_ddp_adds_buckets() -> None:
