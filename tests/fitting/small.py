@@ -30,7 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen-3-30b-a3b": DECODER | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gemma-3-4b": {f"text_config.{key}": value for key, value in DECODER.items()}
     | {
-        "text_config.num_hidden_layers": 31,
+        "text_config.num_hidden_layers": 16,
         "text_config.vocab_size": 300,
         "vision_config.hidden_size": 32,
         "vision_config.intermediate_size": 48,

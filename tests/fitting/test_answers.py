@@ -89,6 +89,15 @@ def test_values_and_weights_wait_on_the_host_where_the_device_is_too_small() -> 
     assert refused.line.endswith("weights cannot live on the host where gradients are accumulated")
 
 
+def test_the_update_counts_where_it_needs_more_than_the_step() -> None:
+    answer = fxremat.fits(Net(), inputs=torch.zeros(1, WIDTH), on=card(2048), dtype="fp32", optimizer="adafactor")
+    parts = answer.ledger.parts
+    assert answer.ledger.moment == "update"
+    assert parts["gradients of weights"] == parts["weights"]
+    assert parts["temporaries of the optimizer"] > 0
+    assert answer.ledger.total == answer.room.everything
+
+
 def test_accumulated_gradients_wait_besides_the_new_ones() -> None:
     once, more = ask(4096), ask(4096, accumulate=4)
     gradients = 6 * (WIDTH * WIDTH + WIDTH) * 4
