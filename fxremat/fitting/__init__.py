@@ -58,8 +58,8 @@ def fits(
 
         print(fxremat.fits("llama-3-8b", on="H200", length=4096))
 
-    It runs half a minute for a decoder of 8B parameters on two cores, of which half is importing and capturing, and some
-    minutes for a UNet: docs/fits.md has the times of public models.
+    It runs half a minute for a decoder of 8B parameters on two cores, of which half is importing and capturing;
+    docs/fits.md has the times of public models, the slowest of which is a UNet with some minutes.
 
     Args:
         model: a configuration of transformers or diffusers (its folder or file, or a name on the hub), a name that timm
