@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fxremat.api import capture, compare, compile, plan, profile
     from fxremat.cost.devices import Device
     from fxremat.cost.trace import Trace
+    from fxremat.fitting import fits
     from fxremat.host.files import FileTier
     from fxremat.host.pinned import PinnedTier
     from fxremat.host.tier import HostTier
@@ -78,6 +79,7 @@ __all__ = [
     "capture",
     "compare",
     "compile",
+    "fits",
     "fully_shard",
     "pipeline",
     "plan",
@@ -135,6 +137,7 @@ _LATER = {  # public names that need torch or numba -> module that each is impor
     "compare": "fxremat.api",
     "compile": "fxremat.api",
     "Device": "fxremat.cost.devices",
+    "fits": "fxremat.fitting",
     **dict.fromkeys(("Inductor", "Loss", "Offload", "Search", "Slices"), "fxremat.settings"),
     "fully_shard": "fxremat.runtime.data_parallel",
     "plan": "fxremat.api",

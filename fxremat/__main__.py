@@ -1,4 +1,4 @@
-"""The command line: `fxremat solve | simulate | plan | profile | pipeline | opt | devices`, or `python -m fxremat ...`.
+"""The command line: `fxremat solve | simulate | plan | fits | profile | ...`, or `python -m fxremat ...`.
 
 Exit 0 with the answer on stdout, or exit 2 (130 after Ctrl-C) with one line on stderr and nothing on stdout.
 """
@@ -329,6 +329,36 @@ def _writing(path: str, write: Callable[[], object]) -> None:
         raise FxrematError(f"cannot write {path}: {error.strerror or error}") from None
 
 
+def _fits(args: argparse.Namespace) -> str:
+    """Answer whether a model trains on a device, or which batch or length is the largest that does."""
+    _check_folder(args.html)
+    from fxremat.fitting import fits
+    from fxremat.fitting.largest import largest_that_fits
+
+    names = ("batch", "length", "image", "dtype", "train", "optimizer", "accumulate", "devices", "shard")
+    asked = {name: value for name in names if (value := getattr(args, name)) is not None}
+    asked |= {"on": args.on, "config": dict(map(_key_and_value, args.config))}
+    if args.largest is not None:
+        if args.html is not None:
+            raise FxrematError("--largest prints a size; --html is for the answer at one size")
+        found = largest_that_fits(args.model, args.largest, up_to=args.up_to, **asked)
+        return json.dumps(asdict(found)) if args.json else str(found)
+    answer = fits(args.model, **asked)
+    _write(args.html, answer.to_html)
+    return json.dumps(answer.to_json()) if args.json else str(answer)
+
+
+def _key_and_value(text: str) -> tuple[str, Any]:
+    """Return the two sides of `key=value`; a value that is JSON is read as such, any other is a text."""
+    key, sign, value = text.partition("=")
+    if not (key and sign):
+        raise FxrematError(f"--config {shortened(text)} is not key=value, such as num_hidden_layers=16")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
 def _pipeline(args: argparse.Namespace) -> str:
     _check_folder(args.picture)
     chain = _read_model(args.chain)
@@ -525,6 +555,34 @@ def _parser() -> _Parser:
     plan.add_argument("--report", metavar="OUT.html")
     plan.add_argument("--save", metavar="PLAN.json", help="what fxremat.compile(model, plan=...) runs")
 
+    fits = commands.add_parser("fits", help="whether a model trains on a device, and in which memory")
+    fits.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a config.json or its folder (transformers, diffusers), a name on the hub or of timm, "
+        "package.module:factory, or a shipped configuration such as llama-3-8b",
+    )
+    fits.add_argument("--on", required=True, metavar="NAME", help="the device, such as RTX-4090")
+    fits.add_argument(
+        "--config", action="append", default=[], metavar="KEY=VALUE", help="a setting of the configuration that differs"
+    )
+    for name, meaning in (
+        ("batch", "examples at a time on each device (default 1)"),
+        ("length", "tokens of an example"),
+        ("image", "pixels along a side of an image"),
+        ("accumulate", "backwards before each step of the optimizer (default 1)"),
+        ("devices", "devices that train together, with --shard"),
+    ):
+        fits.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
+    fits.add_argument("--dtype", metavar="NAME", help="bf16 (default), fp32, autocast")
+    fits.add_argument("--train", metavar="HOW", help="full (default), lora, lora:16 (a rank)")
+    fits.add_argument("--optimizer", metavar="NAME", help="adamw (default), adamw8bit, sgd, adafactor, muon")
+    fits.add_argument("--shard", metavar="HOW", help="fsdp or ddp, with --devices")
+    fits.add_argument("--largest", metavar="NAME", help="the largest batch or length that fits")
+    fits.add_argument("--up-to", type=int, default=65536, metavar="N", help="where --largest stops (default 65536)")
+    fits.add_argument("--json", action="store_true")
+    fits.add_argument("--html", metavar="OUT.html", help="the answer as a page")
+
     profile = commands.add_parser("profile", help="where the memory of a training step goes, and what would save most")
     profile.add_argument("factory", metavar="package.module:factory", help="returns (model, example_inputs)")
     profile.add_argument("--effort", type=float, metavar="SECONDS", help="to improve the plans it compares op by op")
@@ -548,6 +606,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], str]] = {
     "solve": _solve,
     "simulate": _simulate,
     "plan": _plan,
+    "fits": _fits,
     "profile": _profile,
     "pipeline": _pipeline,
     "opt": _opt,

@@ -50,6 +50,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 LONG = {"gallery.md", "guides/lightning.md", "kernels.md", "solvers.md"}  # slow, or of the extra `libraries`
 LIBRARIES = {
+    "fits.md": "transformers",
     "guides/lightning.md": "lightning",
     "guides/trainer.md": "transformers",
     "guides/trl.md": "trl",

@@ -54,17 +54,26 @@ FAR = 1 << 50  # number of bytes that exceeds any need
 
 
 def survey(
-    graph: StepGraph, costs: Costs, *, solver: str = "auto", slots: int = 500, effort: float = EFFORT
+    graph: StepGraph,
+    costs: Costs,
+    *,
+    solver: str = "auto",
+    slots: int = 500,
+    effort: float = EFFORT,
+    ways: int | None = None,
 ) -> Frontier:
     """Cut the graph into chains, solve them for many budgets, and return the Pareto frontier of the schedules.
 
     With "auto" and an effort in seconds, it also searches for programs that need less memory than any schedule
     of blocks; a solver that is named decides alone what runs. `slots` is the number of memory levels in the
     solvers' tables. Runs a second or two for a GPT of 12 layers. Raises `FxrematError` for an unknown solver.
+
+    Args:
+        ways: number of ways to cut that are tried at most, those with the smallest blocks first; None: all.
     """
     if solver not in (names := ("auto", *LISTS, *TABLES)):
         raise FxrematError(f"no solver {solver!r} plans models; there are {', '.join(sorted(names))}")
-    layouts = list(_layouts(graph, costs))
+    layouts = list(_layouts(graph, costs, ways))
     judge = _Judge(graph, costs)
     keep_everything = judge.keep_everything(layouts[0])
     if solver in LISTS:
@@ -93,10 +102,21 @@ def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int]:
     everything = judge.keep_everything(layout).peak
     if budget >= everything:
         return range(len(graph.ops))
+    return [step.op for step in _nearly_least(layout, judge, everything).program().executions]
+
+
+def least_of(graph: StepGraph, costs: Costs) -> Candidate:
+    """Return a candidate of nearly the least memory, without a survey: the one of the way to cut with small blocks."""
+    layout, judge = next(_layouts(graph, costs, 1)), _Judge(graph, costs)
+    everything = judge.keep_everything(layout)
+    return min(everything, _nearly_least(layout, judge, everything.peak), key=lambda candidate: candidate.peak)
+
+
+def _nearly_least(layout: Layout, judge: _Judge, everything: int) -> Candidate:
+    """Return the candidate of nearly the least memory that a coarse table has; `everything` is keep-all's peak."""
     build, chain = TABLES[DEFAULT], judge.chain(layout)
     table = build(chain, int(NEAR_LEAST * build(chain, max(1, everything), 1).least) + 1, MEASURING_SLOTS)
-    least = min(judge.of(layout, table.frontier(2)), key=lambda candidate: candidate.peak)
-    return [step.op for step in least.program().executions]
+    return min(judge.of(layout, table.frontier(2)), key=lambda candidate: candidate.peak)
 
 
 class _Judge:
@@ -127,8 +147,12 @@ class _Judge:
         return found
 
 
-def _layouts(graph: StepGraph, costs: Costs) -> Iterator[Layout]:
-    """Yield the step graph cut into a chain of blocks, for each way to cut its forward that is worth trying."""
+def _layouts(graph: StepGraph, costs: Costs, most: int | None = None) -> Iterator[Layout]:
+    """Yield the step graph cut into a chain of blocks, for each way to cut its forward that is worth trying.
+
+    Args:
+        most: number of ways at most, those with the smallest blocks first; None: all.
+    """
     crossing = crossings(graph)
     forward = costs.seconds[: graph.forward_count]
     ways = [(crossing.cuts(carried), carried) for carried in carry_levels(graph, crossing, forward)]
@@ -136,7 +160,8 @@ def _layouts(graph: StepGraph, costs: Costs) -> Iterator[Layout]:
     ways.append((crossing.cuts(width=MOST_VALUES), frozenset()))
     distinct = dict.fromkeys((tuple(_thin(ends, forward)), carried) for ends, carried in ways)
     largest = {way: _largest(way[0], graph.forward_count) for way in distinct}
-    for ends, carried in distinct:
+    chosen = list(distinct) if most is None else sorted(distinct, key=largest.__getitem__)[:most]
+    for ends, carried in chosen:
         if min(largest.values()) <= LUMP < largest[ends, carried]:
             continue
         yield add_options(lay_out(graph, ends, carried), costs.seconds, costs.sizes.values)

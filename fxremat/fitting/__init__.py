@@ -1,0 +1,133 @@
+"""Whether a model trains on a device: `fits`.
+
+    loaded    = load(model)                  on the meta device, from a configuration, a name or a function
+    step      = step_of(loaded)              captured with a few of its equal layers, which are repeated
+    resident  = resident_of(loaded, step)    weights, optimizer state and all else that is there the whole time
+    frontier  = frontier_of(step)            what memory buys
+    way       = the fastest that fits: all on the device, else with activations, else with weights on the host
+
+Nothing is allocated on a device, and no weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from fxremat.cost.devices import Device
+from fxremat.errors import FxrematError
+from fxremat.fitting.answer import Answer
+from fxremat.fitting.ledger import total_of
+from fxremat.fitting.loading import load
+from fxremat.fitting.resident import planned_step, resident_of
+from fxremat.fitting.settings import Training
+from fxremat.fitting.steps import step_of
+from fxremat.fitting.ways import (
+    Room,
+    Way,
+    frontier_of,
+    on_the_device,
+    with_activations_on_host,
+    with_weights_on_host,
+)
+from fxremat.search.survey import least_of
+
+QUICK = 1000  # captured ops: of a larger step no second batch is tried
+
+
+def fits(
+    model: str | nn.Module,
+    *,
+    on: str | Device,
+    inputs: Any = None,
+    config: Mapping[str, Any] | None = None,
+    batch: int = 1,
+    length: int | None = None,
+    image: int | None = None,
+    dtype: str = "bf16",
+    train: str = "full",
+    optimizer: str = "adamw",
+    accumulate: int = 1,
+    devices: int = 1,
+    shard: str | None = None,
+) -> Answer:
+    """Tell whether a model trains on a device, and with which memory; no data is allocated.
+
+        print(fxremat.fits("llama-3-8b", on="H200", length=4096))
+
+    It runs half a minute for a decoder of 8B parameters on two cores, of which half is importing and capturing;
+    docs/fits.md has the times of public models, the slowest of which is a UNet with some minutes.
+
+    Args:
+        model: a configuration of transformers or diffusers (its folder or file, or a name on the hub), a name that timm
+            knows, "package.module:factory", the name of a configuration that comes with fxremat, or a model that goes
+            with `inputs`.
+        on: a device by name, such as "RTX-4090": `fxremat devices` lists them.
+        inputs: those of a training call, where `model` is a module; they may be on the meta device.
+        config: settings of the configuration that differ, such as {"num_hidden_layers": 16}.
+        batch, length, image, dtype, train, optimizer, accumulate, devices, shard: what is trained and how; see
+            `fxremat.fitting.settings.Training`.
+
+    Raises:
+        CaptureError: the model is not one graph.
+        FxrematError: a setting has a value that it cannot have, a library is missing, or what is asked for is not
+            answered yet; the message says what would be.
+    """
+    training = Training(
+        batch=batch,
+        length=length,
+        image=image,
+        dtype=dtype,
+        train=train,
+        optimizer=optimizer,
+        accumulate=accumulate,
+        devices=devices,
+        shard=shard,
+    )
+    device = device_with_memory(on)
+    loaded = load(model, inputs, training, config or {})
+    step = step_of(loaded, device)
+    resident = resident_of(loaded, step, training, device)
+    planned = planned_step(step, training)
+    room = Room(device=device, step=planned, resident=resident, frontier=frontier_of(planned))
+    way: Way | str | None = on_the_device(room) or with_activations_on_host(room)
+    if way is None:
+        way = with_weights_on_host(room, loaded, training)
+    found = way if isinstance(way, Way) else None
+    answer = Answer(
+        loaded=loaded,
+        training=training,
+        device=device,
+        room=room,
+        way=found,
+        reason=way if isinstance(way, str) else "",
+    )
+    if found is None or found.how or isinstance(model, nn.Module) or step.captured_ops > QUICK:
+        return answer
+    return replace(answer, larger=_larger(model, training, config or {}, device))
+
+
+def device_with_memory(on: str | Device) -> Device:
+    """Return a device whose memory is known. Raises `FxrematError` for another one."""
+    device = Device.named(on)
+    if device.memory is None:
+        raise FxrematError(f"the memory of {device} is not stated; `fxremat devices` lists those whose memory is known")
+    return device
+
+
+def needed(model: str, training: Training, config: Mapping[str, Any], device: Device) -> int:
+    """Return the least bytes of a device's memory that training a model takes, with everything on the device."""
+    loaded = load(model, None, training, config)
+    step = step_of(loaded, device)
+    resident = resident_of(loaded, step, training, device)
+    planned = planned_step(step, training)
+    return total_of(least_of(planned.graph, planned.costs).peak, resident)
+
+
+def _larger(model: str, training: Training, config: Mapping[str, Any], device: Device) -> int | None:
+    """Return twice the batch if that fits too, else None."""
+    twice = replace(training, batch=2 * training.batch)
+    return twice.batch if needed(model, twice, config, device) <= (device.memory or 0) else None

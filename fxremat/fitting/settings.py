@@ -1,0 +1,96 @@
+"""What is trained and how: the settings of `fxremat.fits`, each checked when it is made."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from fxremat.errors import FxrematError
+from fxremat.units import shortened
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "autocast": torch.float32}  # of the weights
+OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "adafactor", "muon")
+RANK = 16  # of LoRA's matrices, if no rank is given
+SHARDS = ("fsdp", "ddp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The settings of a training step.
+
+    Args:
+        batch: examples in one forward and backward, on each device.
+        length: tokens of an example; None: what the model's configuration suggests.
+        image: pixels along a side of an image; None: what the configuration says.
+        dtype: "bf16": weights, gradients and optimizer state in bfloat16; "fp32": in float32; "autocast": weights in
+            float32, and a forward under torch.autocast in bfloat16.
+        train: "full", or "lora" with a rank, such as "lora:16": adapters of PEFT in all linear layers.
+        optimizer: one of `OPTIMIZERS`.
+        accumulate: backwards before each step of the optimizer.
+        devices: devices that train together; their batches add up.
+        shard: "fsdp" splits weights, gradients and optimizer state among them, "ddp" copies all to each.
+
+    Raises:
+        FxrematError: a setting has a value that it cannot have, or two do not go together.
+    """
+
+    batch: int = 1
+    length: int | None = None
+    image: int | None = None
+    dtype: str = "bf16"
+    train: str = "full"
+    optimizer: str = "adamw"
+    accumulate: int = 1
+    devices: int = 1
+    shard: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "length", "image", "accumulate", "devices"):
+            given = getattr(self, name)
+            if given is None and name in ("length", "image"):
+                continue
+            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+                raise FxrematError(f"{name} is {shortened(given)}; it is a number, 1 or more")
+        _one_of("dtype", self.dtype, tuple(DTYPES))
+        _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        self._check_train()
+        self._check_shard()
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of LoRA's matrices; None where all parameters are trained."""
+        if self.train == "full":
+            return None
+        return int(self.train.partition(":")[2] or RANK)
+
+    @property
+    def weights(self) -> torch.dtype:
+        """The type of the model's parameters."""
+        return DTYPES[self.dtype]
+
+    def _check_train(self) -> None:
+        if self.train.partition(":")[0] == "qlora":
+            raise FxrematError(
+                'train="qlora" is not answered yet: the ops on 4-bit weights of bitsandbytes have not been captured; '
+                'train="lora" keeps weights in bfloat16'
+            )
+        if not re.fullmatch(r"full|lora(:[1-9]\d*)?", self.train):
+            raise FxrematError(f'train is {shortened(self.train)}; it is "full", "lora" or "lora:16" (a rank)')
+
+    def _check_shard(self) -> None:
+        if self.shard == "tp":
+            raise FxrematError(
+                'shard="tp" is not answered yet: a tensor-parallel step is captured under torchrun only (docs/'
+                'distributed.md); shard="fsdp" splits weights, gradients and optimizer state'
+            )
+        if self.shard is not None:
+            _one_of("shard", self.shard, SHARDS)
+        if (self.devices > 1) != (self.shard is not None):
+            raise FxrematError('devices and shard go together: devices=8, shard="fsdp"')
+
+
+def _one_of(name: str, given: object, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise FxrematError(f"{name} is {shortened(given)}; it is one of {', '.join(known)}")
