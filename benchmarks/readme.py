@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from . import combinations, kernel_starts, kernels_page, offload, slices_page
+from . import combinations, fits, kernel_starts, kernels_page, offload, slices_page
 from .alternatives import rows, verdict
 
 ROOT = Path(__file__).parents[1]
@@ -168,7 +168,7 @@ def _offload(record: str) -> str:
     return "\n".join([*sentences, "", more])
 
 
-DOCS = ("shapes", "distributed", "slices", "kernels", "combinations")
+DOCS = ("shapes", "distributed", "slices", "kernels", "combinations", "fits")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 PARTS: dict[str, Callable[[str], str]] = {
     "quickstart.txt": _quickstart,
@@ -182,6 +182,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "kernel_starts.json": kernel_starts.tables,
     "offload.json": _offload,
     "combinations.json": combinations.page,
+    "fits.json": fits.page,
 }
 
 

@@ -42,8 +42,8 @@ def units_of(
             seconds=seconds,
             stays=value in joint.output_values,
         )
-        if later:  # the gradient so far is as large as the parameter; adding to it takes no memory
-            unit = replace(unit, state_bytes=size, waiting=state, workspace=0, later=workspace, seconds=0.0)
+        if later:
+            unit = unit.in_the_optimizers_step
         units.append(unit)
     return units
 

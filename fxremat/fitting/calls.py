@@ -25,7 +25,8 @@ def calls(loaded: Loaded, training: Training, way: Way) -> dict[str, str]:
 def _compiled(training: Training, way: Way) -> str:
     mem = f'mem="{max(1, way.budget // 2**20)}MiB"'
     if way.how == "weights":
-        return f"fxremat.compile(model, {mem}, offload=fxremat.Offload(weights=True), optimizer=optimizer)"
+        updates = ', updates="step"' if training.accumulate > 1 else ""
+        return f"fxremat.compile(model, {mem}, offload=fxremat.Offload(weights=True{updates}), optimizer=optimizer)"
     offload = ", offload=True" if way.how else ""
     return f"fxremat.compile(model, {mem}{offload})"
 

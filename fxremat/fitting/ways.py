@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import STREAMED
 from fxremat.errors import BudgetTooSmall
-from fxremat.fitting.ledger import Ledger, Resident, budget_for_step, ledger_of, total_of
+from fxremat.fitting.ledger import WAITING, Ledger, Resident, budget_for_step, ledger_of, total_of
 from fxremat.fitting.loaded import Loaded
 from fxremat.fitting.optimizers import memory_of
 from fxremat.fitting.resident import by_name, rounding_of
@@ -116,11 +116,10 @@ def with_weights_on_host(room: Room, loaded: Loaded, training: Training) -> Way 
         updates_of=dict(by_name(room.step).values()),
     )
     moved = room.frontier.each(exchanged(updated))
-    state = sum(unit.state_bytes for unit in units)
-    weights = sum(unit.bytes for unit in units)
     parts = dict(room.resident.parts)
-    parts["weights"] -= weights
-    parts["optimizer state"] -= state
+    parts["weights"] -= sum(unit.bytes for unit in units)
+    parts["optimizer state"] -= sum(unit.waiting if _later(training) else unit.state_bytes for unit in units)
+    parts.pop(WAITING, None)  # those of updates in `optimizer.step()` are with their parameters
     resident = Resident(parts=parts, gradients=0, update=0, outputs=0)
     budget, costs = budget_for_step(room.device, resident), _with_weights(room.step.costs, units)
     try:
@@ -128,11 +127,11 @@ def with_weights_on_host(room: Room, loaded: Loaded, training: Training) -> Way 
     except BudgetTooSmall as error:
         return f"with weights on the host {format_bytes(total_of(error.minimum, resident))} at least"
     program = best.candidate.program()
-    away = sum(unit.bytes + unit.state_bytes for unit in units if unit.value in best.choice.hosted)
+    away = sum(unit.held for unit in units if unit.value in best.choice.hosted)
     return Way(
         how="weights",
         candidate=best.candidate,
-        ledger=ledger_of(best.candidate, costs.sizes, resident),
+        ledger=ledger_of(best.candidate, costs.sizes, replace(resident, update=best.step_bytes)),
         slowdown=best.candidate.time / (room.frontier.keep_all.time + sum(unit.seconds for unit in units)),
         budget=budget,
         on_host=away + most_on_host(program, costs, _link(room.device)),
@@ -141,8 +140,6 @@ def with_weights_on_host(room: Room, loaded: Loaded, training: Training) -> Way 
 
 def _refused(training: Training) -> str:
     """Return why weights cannot live on the host; "" where they can."""
-    if training.accumulate > 1:
-        return "weights cannot live on the host where gradients are accumulated"
     if training.devices > 1:
         return "weights that live on the host are planned for one device"
     if training.optimizer not in HOSTED:
@@ -174,10 +171,14 @@ def _updates(room: Room, loaded: Loaded, training: Training) -> list[ParameterUp
         state, update = known[kind]
         size = rounding(tensor.numel() * tensor.element_size())
         seconds = device.launch + (3 * size + 2 * state) / (STREAMED * device.bandwidth)
-        units.append(
-            ParameterUpdate(value=value, bytes=size, state_bytes=state, workspace=update, seconds=seconds)
-        )
+        unit = ParameterUpdate(value=value, bytes=size, state_bytes=state, workspace=update, seconds=seconds)
+        units.append(unit.in_the_optimizers_step if _later(training) else unit)
     return units
+
+
+def _later(training: Training) -> bool:
+    """Tell whether parameters on the host are updated in `optimizer.step()`, from the gradients of many backwards."""
+    return training.accumulate > 1
 
 
 def _whole_mib(size: int) -> int:

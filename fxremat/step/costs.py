@@ -85,6 +85,16 @@ class ParameterUpdate:
     waiting: int = 0  # bytes of optimizer state that live where the parameter does, and that the backward leaves there
 
     @property
+    def in_the_optimizers_step(self) -> ParameterUpdate:
+        """The same update in `optimizer.step()`: the backward adds up gradients, and state waits.
+
+        The gradient so far is as large as the parameter, and adding to it allocates nothing.
+        """
+        return replace(
+            self, state_bytes=self.bytes, waiting=self.state_bytes, workspace=0, later=self.workspace, seconds=0.0
+        )
+
+    @property
     def held(self) -> int:
         """The bytes of the parameter and of all that lives where it does."""
         return self.bytes + self.state_bytes + self.waiting

@@ -85,8 +85,11 @@ def test_values_and_weights_wait_on_the_host_where_the_device_is_too_small() -> 
     assert not none.fits
     assert "with weights on the host" in none.line
     assert none.calls == {}
-    refused = ask(CONTEXT // MIB + 4, accumulate=2)
-    assert refused.line.endswith("weights cannot live on the host where gradients are accumulated")
+    summed = ask(CONTEXT // MIB + 22, accumulate=2)
+    assert summed.way is not None
+    assert (summed.way.how, summed.way.on_host > hosted.way.on_host) == ("weights", True)
+    assert sum(size for _, size in summed.ledger.rows) == summed.ledger.total <= (CONTEXT // MIB + 22) * MIB
+    assert 'Offload(weights=True, updates="step")' in summed.calls["PyTorch"]
 
 
 def test_the_update_counts_where_it_needs_more_than_the_step() -> None:
