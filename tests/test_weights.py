@@ -78,7 +78,8 @@ def resident(compiled: Any, optimizer: torch.optim.Optimizer) -> int:
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
-        *(("mlp", name) for name in OPTIMIZERS),
+        *(("mlp", name) for name in ("SGD", "momentum", "AdamW")),
+        pytest.param("mlp", "Adam", marks=pytest.mark.long),
         ("gpt", "AdamW"),
         *(pytest.param("gpt", name, marks=pytest.mark.long) for name in ("SGD", "momentum", "Adam")),
     ],
@@ -91,9 +92,7 @@ def test_ten_steps_are_those_of_plain_training_in_a_part_of_the_memory(name: str
     ours = copy.deepcopy(plain)
     theirs, mine = make(plain), make(ours)
     losses = [step(plain, theirs, batch, seed) for seed in range(10)]
-    model = fxremat.compile(
-        ours, mem=least(ours, make, batch), search=Search(seconds=1), offload=HOSTED, optimizer=mine
-    )
+    model = fxremat.compile(ours, mem="min", search=Search(seconds=0), offload=HOSTED, optimizer=mine)
     assert [step(model, mine, batch, seed) for seed in range(10)] == losses
     for key, value in plain.state_dict().items():
         assert same(model.state_dict()[key], value), key
@@ -110,7 +109,7 @@ def test_a_budget_below_the_weights_own_size() -> None:
     ours = copy.deepcopy(plain)
     theirs, mine = (OPTIMIZERS["AdamW"](model) for model in (plain, ours))
     mem = sum(p.nbytes for p in plain.parameters()) * 2 // 3
-    model = fxremat.compile(ours, mem=mem, search=Search(seconds=1), offload=HOSTED, optimizer=mine)
+    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0), offload=HOSTED, optimizer=mine)
     for seed in range(3):
         assert step(model, mine, (rows(),), seed) == step(plain, theirs, (rows(),), seed)
     batch = rows()
@@ -124,7 +123,7 @@ def least(model: nn.Module, make: Make, batch: tuple[Tensor, ...], offload: Offl
         fxremat.compile(
             other,
             mem=1,
-            search=Search(seconds=1),
+            search=Search(seconds=0),
             offload=offload,
             optimizer=make(other),
             example_inputs=batch,
@@ -142,7 +141,7 @@ def compiled(
     return fxremat.compile(
         model,
         mem=int(share * size),
-        search=Search(seconds=1),
+        search=Search(seconds=0),
         offload=Offload(tier=tier or FileTier(), limit=limit, weights=True, activations=False),
         optimizer=optimizer,
         example_inputs=rows(),
@@ -270,7 +269,7 @@ def test_a_share_is_of_all_that_the_step_keeps() -> None:
     for mem in ("100%", "40%"):
         model = MLP(tied=False)
         options = {"optimizer": OPTIMIZERS["AdamW"](model), "example_inputs": rows()}
-        plans.append(fxremat.compile(model, mem=mem, search=Search(seconds=1), offload=HOSTED, **options).plan)
+        plans.append(fxremat.compile(model, mem=mem, search=Search(seconds=0), offload=HOSTED, **options).plan)
     assert not plans[0].program.fetched
     assert plans[1].program.fetched
     assert plans[1].budget == pytest.approx(0.4 * plans[0].budget, abs=2)
@@ -425,7 +424,7 @@ def test_weights_and_activations_travel_together() -> None:
     theirs, mine = make(plain), make(ours)
     tier = FileTier()
     options = {"offload": Offload(tier=tier, weights=True), "optimizer": mine}
-    model = fxremat.compile(ours, mem=together, search=Search(seconds=1), **options)
+    model = fxremat.compile(ours, mem=together, search=Search(seconds=0), **options)
     for seed in range(4):
         assert step(model, mine, batch, seed) == step(plain, theirs, batch, seed)
     origins = {
@@ -512,8 +511,14 @@ WRITES: dict[str, tuple[Callable[[], Of], tuple[Tensor, ...], str]] = {
 QUICK: dict[str, Any] = {"search": Search(seconds=0)}
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
-@pytest.mark.parametrize("kind", WRITES)
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [
+        ("clamp", 0.0),
+        ("max_norm", 1.0),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("clamp", 1.0), ("max_norm", 0.0))),
+    ],
+)
 def test_a_parameter_that_forward_writes_to_is_named_and_nothing_is_changed(kind: str, share: float) -> None:
     """The step would update one of two copies of it: at the least budget that ended in a segmentation fault."""
     make, batch, name = WRITES[kind]
@@ -535,7 +540,7 @@ def test_a_parameter_that_forward_writes_to_is_named_and_nothing_is_changed(kind
 def test_a_parameter_that_forward_writes_to_may_have_another_optimizer(kind: str) -> None:
     make, batch, name = WRITES[kind]
 
-    def train(mem: int | None) -> tuple[list[float], dict[str, Tensor]]:
+    def train(mem: str | None) -> tuple[list[float], dict[str, Tensor]]:
         plain: Any = make()
         parts = dict(plain.named_parameters())
         other = torch.optim.AdamW([parts.pop(name)], lr=1e-2)
@@ -550,9 +555,7 @@ def test_a_parameter_that_forward_writes_to_may_have_another_optimizer(kind: str
             other.step()
         return losses, plain.state_dict()
 
-    with pytest.raises(fxremat.BudgetTooSmall) as small:
-        train(1)
-    (losses, state), (wanted, theirs) = train(small.value.minimum), train(None)
+    (losses, state), (wanted, theirs) = train("min"), train(None)
     assert losses == wanted
     assert all(same(state[key], theirs[key]) for key in theirs)
 
@@ -573,7 +576,7 @@ RETURNS: dict[str, Callable[..., Any]] = {  # the loss, and what a caller may re
 
 @pytest.mark.parametrize("kind", RETURNS)
 def test_models_that_return_more_than_their_loss_train_at_the_least_budget(kind: str) -> None:
-    def train(mem: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def train(mem: str | None) -> tuple[list[Tensor], dict[str, Tensor]]:
         model: Any = two_layers(RETURNS[kind])
         optimizer = OPTIMIZERS["AdamW"](model)
         if mem is not None:
@@ -587,9 +590,7 @@ def test_models_that_return_more_than_their_loss_train_at_the_least_budget(kind:
             optimizer.step()
         return seen, model.state_dict()
 
-    with pytest.raises(fxremat.BudgetTooSmall) as small:
-        train(1)
-    (seen, state), (wanted, plain) = train(small.value.minimum), train(None)
+    (seen, state), (wanted, plain) = train("min"), train(None)
     assert all(map(same, seen, wanted))
     assert all(same(state[key], plain[key]) for key in plain)
 
