@@ -398,7 +398,7 @@ ENLARGED: dict[str, dict[str, Any]] = {
 }
 
 
-LATER = ("nearest twice", "bilinear by half")
+LATER = ("nearest twice", "bilinear by half", "bicubic to a size")
 
 
 @pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.long] * (how in LATER)) for how in ENLARGED])
