@@ -129,7 +129,7 @@ def test_random_models_with_trained_inputs_small(recipe: Recipe, share: int, twi
 
 
 @few(2)
-@given(recipes, st.integers(0, 100), st.sampled_from(["auto", "keep_all"]))
+@given(small_recipes, st.integers(0, 100), st.sampled_from(["auto", "keep_all"]))
 def test_random_models_that_offload_small(recipe: Recipe, share: int, solver: str) -> None:
     check(recipe, share, solver=solver, offload=True)
 

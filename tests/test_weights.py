@@ -80,8 +80,7 @@ def resident(compiled: Any, optimizer: torch.optim.Optimizer) -> int:
     [
         *(("mlp", name) for name in ("SGD", "momentum", "AdamW")),
         pytest.param("mlp", "Adam", marks=pytest.mark.long),
-        ("gpt", "AdamW"),
-        *(pytest.param("gpt", name, marks=pytest.mark.long) for name in ("SGD", "momentum", "Adam")),
+        *(pytest.param("gpt", name, marks=pytest.mark.long) for name in OPTIMIZERS),
     ],
 )
 def test_ten_steps_are_those_of_plain_training_in_a_part_of_the_memory(name: str, optimizer: str) -> None:

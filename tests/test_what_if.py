@@ -104,17 +104,11 @@ def shown(plan: Plan) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("without", [on_meta, pytest.param(fake, marks=pytest.mark.long)])
 def test_a_model_without_data_has_the_plan_of_the_same_model_on_a_cpu(without: Any) -> None:
-    peaks = []
-    for layers in (1, 2):
-        plans = [
-            planned(without(lambda n=layers: Llama(n)), make()) for make in (lambda: without(tokens), tokens)
-        ]
-        real = planned(Llama(layers), tokens())
-        assert [shown(plan) for plan in plans] == [shown(real)] * 2
-        assert real.device == "cpu"
-        assert len(real.graph.backward_ops) > 10 * layers
-        peaks.append(real.keep_all_peak)
-    assert peaks[1] > 1.5 * peaks[0]
+    plans = [planned(without(lambda: Llama(2)), make()) for make in (lambda: without(tokens), tokens)]
+    real = planned(Llama(2), tokens())
+    assert [shown(plan) for plan in plans] == [shown(real)] * 2
+    assert real.device == "cpu"
+    assert len(real.graph.backward_ops) > 20
 
 
 def test_inputs_without_data_are_enough() -> None:
