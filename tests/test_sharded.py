@@ -176,7 +176,7 @@ def _every_day(rank: int, world: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def every_day(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_every_day, 2, tmp_path_factory.mktemp("ranks"))
+    return run_ranks(_every_day, 2, tmp_path_factory.mktemp("ranks"), limit=300)
 
 
 def test_training_is_fsdp2s_bit_for_bit(every_day: list[dict[str, Any]]) -> None:
