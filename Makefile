@@ -93,8 +93,7 @@ test-long: $(READY) browser pretended
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -c constraints-libraries.txt -e ".[dev,libraries,docs]"
 	$(PYTEST) -m long
 	$(MAKE) test-torchtitan
-	HYPOTHESIS_PROFILE=wide $(PYTEST) -n 2 tests/solvers tests/transfers/test_transfers.py tests/test_views.py \
-	  tests/search/test_paths.py
+	HYPOTHESIS_PROFILE=wide $(PYTEST) -n 2 tests/solvers tests/transfers/test_transfers.py tests/test_views.py
 
 # Chromium, for the tests of the page of a plan: Debian's, where the machine has none.
 browser:

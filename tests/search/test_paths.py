@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from fxremat.search import paths
 from fxremat.search.call_programs import CallProgram
 from fxremat.search.paths import Node
-from tests.draws import everyday
 
 ORDER: Any = None  # the numbers of a program are all that is asked for here
 SMALL = st.integers(0, 40)
@@ -45,7 +44,7 @@ def chains(draw: Any) -> tuple[Node, list[Node]]:
     return root, nodes
 
 
-@settings(max_examples=everyday(300), deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(chains(), st.integers(1, 60))
 def test_no_choice_of_programs_beats_the_plan_of_a_path(chain: tuple[Node, list[Node]], scale: int) -> None:
     """Nothing is lost by rounding if the budget has as many bytes as there are levels."""
@@ -71,7 +70,7 @@ def test_no_choice_of_programs_beats_the_plan_of_a_path(chain: tuple[Node, list[
         assert planned.time == best == expected
 
 
-@settings(max_examples=everyday(100), deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(trees(), st.integers(1, 300))
 def test_no_path_of_a_tree_exceeds_the_budget(tree: Node, mem: int) -> None:
     root = Node(None, children={0: tree})
@@ -81,7 +80,7 @@ def test_no_path_of_a_tree_exceeds_the_budget(tree: Node, mem: int) -> None:
     assert (expected < paths.NEVER) == all(path is not None for path in planned)
 
 
-@settings(max_examples=everyday(50), deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(trees())
 def test_the_least_budget_works_and_hardly_less_does(tree: Node) -> None:
     root = Node(None, children={0: tree})
