@@ -89,7 +89,7 @@ def test_steps_are_those_of_plain_training(loop: str, kind: str, share: float) -
     most = 6 * sum(p.nbytes for p in plain.parameters())
     low = least(ours, make, batch, LATER)
     mem = int(low + share * (most - low))
-    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0), offload=LATER, optimizer=mine)
+    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0.5), offload=LATER, optimizer=mine)
     for seed in range(4):
         assert LOOPS[loop](model, mine, batch, seed) == LOOPS[loop](plain, theirs, batch, seed)
         for ours_, theirs_ in zip(model.parameters(), plain.parameters(), strict=True):
@@ -109,7 +109,7 @@ def test_every_part_of_a_step_is_within_the_budget(share: float) -> None:
     mine = make(ours)
     low = least(ours, make, batch, LATER)
     mem = int(low + share * 4 * sum(p.nbytes for p in ours.parameters()))
-    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0), offload=LATER, optimizer=mine)
+    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0.5), offload=LATER, optimizer=mine)
     accumulate(model, mine, batch, 0)
     for _ in range(2):
         held = resident(model, mine) + gradients_on_the_device(model, mine)
@@ -125,7 +125,7 @@ def test_gradients_that_the_user_assigns_count() -> None:
     ours = copy.deepcopy(plain)
     theirs, mine = OPTIMIZERS["Adam"](plain), OPTIMIZERS["Adam"](ours)
     mem = least(ours, OPTIMIZERS["Adam"], (rows(),), LATER)
-    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0), offload=LATER, optimizer=mine)
+    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0.5), offload=LATER, optimizer=mine)
     for one, optimizer in ((model, mine), (plain, theirs)):
         torch.manual_seed(3)
         one(rows()).backward()
@@ -144,7 +144,7 @@ def test_frozen_and_unused_parameters_stay_as_they_are() -> None:
     plain.blocks[1][0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
     ours = copy.deepcopy(plain)
     theirs, mine = OPTIMIZERS["AdamW"](plain), OPTIMIZERS["AdamW"](ours)
-    model = fxremat.compile(ours, mem="60%", search=Search(seconds=0), offload=LATER, optimizer=mine)
+    model = fxremat.compile(ours, mem="60%", search=Search(seconds=0.5), offload=LATER, optimizer=mine)
     for seed in range(2):
         assert clip(model, mine, (rows(),), seed) == clip(plain, theirs, (rows(),), seed)
     assert all(map(same, model.parameters(), plain.parameters()))
@@ -157,7 +157,7 @@ def test_a_fault_in_an_update_keeps_all_gradients(monkeypatch: pytest.MonkeyPatc
     mine = OPTIMIZERS["AdamW"](ours)
     mem = least(ours, OPTIMIZERS["AdamW"], (rows(),), LATER)
     offload = Offload(tier=tier, weights=True, activations=False, updates="step")
-    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0), offload=offload, optimizer=mine)
+    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0.5), offload=offload, optimizer=mine)
     clip(model, mine, (rows(),), 0)
     mine.zero_grad()
     model(rows()).backward()
