@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ import importlib.util
 
 import hypothesis
 import pytest
+
+# Without bytecode on disk, every worker and every child process compiles the package and the tests again, and pytest
+# rewrites their assertions again, which is half of the time until tests begin.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def _let_torchvision_be_imported() -> None:

@@ -48,7 +48,7 @@ from tests.test_readme import job_of_one
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
-LONG = {"gallery.md", "guides/lightning.md", "kernels.md", "solvers.md"}  # slow, or of the extra `libraries`
+LONG = {"gallery.md", "guides/lightning.md", "guides/trainer.md", "kernels.md", "solvers.md"}  # slow, or of `libraries`
 LIBRARIES = {
     "fits.md": "transformers",
     "guides/lightning.md": "lightning",

@@ -54,8 +54,12 @@ def runs(request: pytest.FixtureRequest) -> Runs:
 def _runs(size: models.Size, name: str) -> Runs:
     torch.set_num_threads(1)
     case = models.get(name, size)
-    minimum = least_budget(case.model(), lambda compiled: compiled(*case.batch()), search=Search(seconds=EFFORT[size]))
-    fitting, refused = [_run(case, minimum, size)], []
+    least: int | str = "min"
+    if size == "full":
+        search = Search(seconds=EFFORT[size])
+        least = least_budget(case.model(), lambda compiled: compiled(*case.batch()), search=search)
+    fitting, refused = [_run(case, least, size)], []
+    minimum = fitting[0].plan.minimum
     for percent in PERCENT[size]:
         try:
             fitting.append(_run(case, f"{percent}%", size))
@@ -115,14 +119,14 @@ def test_budgets_are_what_they_say(runs: Runs) -> None:
     for run in runs.fitting:
         assert run.plan.keep_all_peak == whole, "it does not depend on the budget"
         assert run.plan.minimum == runs.minimum
-        if isinstance(run.mem, str):
+        if isinstance(run.mem, str) and run.mem.endswith("%"):
             assert run.plan.budget == pytest.approx(whole * int(run.mem.rstrip("%")) / 100, abs=1)
     assert runs.fitting[0].plan.budget == runs.minimum, "a percentage below the minimum must be refused"
     for percent in runs.refused:
         assert whole * percent / 100 < runs.minimum, f"{percent}% was refused and would have fitted"
 
 
-@pytest.mark.parametrize("name", ["resnet", "gpt"])
+@pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.long), "gpt"])
 def test_a_budget_too_small_changes_nothing(name: str) -> None:
     case = models.get(name, "small")
     model, batch = case.model(), case.batch()

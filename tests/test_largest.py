@@ -152,8 +152,14 @@ def test_the_search_may_start_anywhere(start: int, limit: int) -> None:
     assert error.value.minimum == 7
 
 
-@pytest.mark.parametrize("make", [model, wider])
-@pytest.mark.parametrize("mem", ["auto", 150_000])
+@pytest.mark.parametrize(
+    ("make", "mem"),
+    [
+        (model, "auto"),
+        (wider, 150_000),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((wider, "auto"), (model, 150_000))),
+    ],
+)
 def test_the_largest_size_fits_and_the_next_does_not(make: Callable[..., Any], mem: int | str) -> None:
     device = replace(A100, name="small", memory=400_000)
     budget, found = largest_on(device, PlansOfSize(make, planned), mem, 4096)

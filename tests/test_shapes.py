@@ -30,17 +30,6 @@ QUICK: dict[str, Any] = {"search": Search(seconds=0.0, slots=100)}
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A list that grows with every graph that is captured."""
-    import fxremat.runtime.dynamo as dynamo
-
-    found: list[object] = []
-    normalize = dynamo.normalize
-    monkeypatch.setattr(dynamo, "normalize", lambda module, passes: found.append(module) or normalize(module, passes))
-    return found
-
-
-@pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows with every plan: "nothing" for one from nothing, "known" for one from known programs."""
     found: list[str] = []
@@ -398,7 +387,7 @@ ENLARGED: dict[str, dict[str, Any]] = {
 }
 
 
-LATER = ("nearest twice", "bilinear by half")
+LATER = ("nearest twice", "bilinear by half", "bicubic to a size")
 
 
 @pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.long] * (how in LATER)) for how in ENLARGED])

@@ -78,9 +78,9 @@ def resident(compiled: Any, optimizer: torch.optim.Optimizer) -> int:
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
-        *(("mlp", name) for name in OPTIMIZERS),
-        ("gpt", "AdamW"),
-        *(pytest.param("gpt", name, marks=pytest.mark.long) for name in ("SGD", "momentum", "Adam")),
+        *(("mlp", name) for name in ("SGD", "momentum", "AdamW")),
+        pytest.param("mlp", "Adam", marks=pytest.mark.long),
+        *(pytest.param("gpt", name, marks=pytest.mark.long) for name in OPTIMIZERS),
     ],
 )
 def test_ten_steps_are_those_of_plain_training_in_a_part_of_the_memory(name: str, optimizer: str) -> None:
@@ -91,9 +91,7 @@ def test_ten_steps_are_those_of_plain_training_in_a_part_of_the_memory(name: str
     ours = copy.deepcopy(plain)
     theirs, mine = make(plain), make(ours)
     losses = [step(plain, theirs, batch, seed) for seed in range(10)]
-    model = fxremat.compile(
-        ours, mem=least(ours, make, batch), search=Search(seconds=1), offload=HOSTED, optimizer=mine
-    )
+    model = fxremat.compile(ours, mem="min", search=Search(seconds=0), offload=HOSTED, optimizer=mine)
     assert [step(model, mine, batch, seed) for seed in range(10)] == losses
     for key, value in plain.state_dict().items():
         assert same(model.state_dict()[key], value), key
@@ -512,8 +510,14 @@ WRITES: dict[str, tuple[Callable[[], Of], tuple[Tensor, ...], str]] = {
 QUICK: dict[str, Any] = {"search": Search(seconds=0)}
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
-@pytest.mark.parametrize("kind", WRITES)
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [
+        ("clamp", 0.0),
+        ("max_norm", 1.0),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("clamp", 1.0), ("max_norm", 0.0))),
+    ],
+)
 def test_a_parameter_that_forward_writes_to_is_named_and_nothing_is_changed(kind: str, share: float) -> None:
     """The step would update one of two copies of it: at the least budget that ended in a segmentation fault."""
     make, batch, name = WRITES[kind]
@@ -535,7 +539,7 @@ def test_a_parameter_that_forward_writes_to_is_named_and_nothing_is_changed(kind
 def test_a_parameter_that_forward_writes_to_may_have_another_optimizer(kind: str) -> None:
     make, batch, name = WRITES[kind]
 
-    def train(mem: int | None) -> tuple[list[float], dict[str, Tensor]]:
+    def train(mem: str | None) -> tuple[list[float], dict[str, Tensor]]:
         plain: Any = make()
         parts = dict(plain.named_parameters())
         other = torch.optim.AdamW([parts.pop(name)], lr=1e-2)
@@ -550,9 +554,7 @@ def test_a_parameter_that_forward_writes_to_may_have_another_optimizer(kind: str
             other.step()
         return losses, plain.state_dict()
 
-    with pytest.raises(fxremat.BudgetTooSmall) as small:
-        train(1)
-    (losses, state), (wanted, theirs) = train(small.value.minimum), train(None)
+    (losses, state), (wanted, theirs) = train("min"), train(None)
     assert losses == wanted
     assert all(same(state[key], theirs[key]) for key in theirs)
 
@@ -573,7 +575,7 @@ RETURNS: dict[str, Callable[..., Any]] = {  # the loss, and what a caller may re
 
 @pytest.mark.parametrize("kind", RETURNS)
 def test_models_that_return_more_than_their_loss_train_at_the_least_budget(kind: str) -> None:
-    def train(mem: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def train(mem: str | None) -> tuple[list[Tensor], dict[str, Tensor]]:
         model: Any = two_layers(RETURNS[kind])
         optimizer = OPTIMIZERS["AdamW"](model)
         if mem is not None:
@@ -587,9 +589,7 @@ def test_models_that_return_more_than_their_loss_train_at_the_least_budget(kind:
             optimizer.step()
         return seen, model.state_dict()
 
-    with pytest.raises(fxremat.BudgetTooSmall) as small:
-        train(1)
-    (seen, state), (wanted, plain) = train(small.value.minimum), train(None)
+    (seen, state), (wanted, plain) = train("min"), train(None)
     assert all(map(same, seen, wanted))
     assert all(same(state[key], plain[key]) for key in plain)
 

@@ -104,21 +104,15 @@ def shown(plan: Plan) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("without", [on_meta, pytest.param(fake, marks=pytest.mark.long)])
 def test_a_model_without_data_has_the_plan_of_the_same_model_on_a_cpu(without: Any) -> None:
-    peaks = []
-    for layers in (1, 3):
-        plans = [
-            planned(without(lambda n=layers: Llama(n)), make()) for make in (lambda: without(tokens), tokens)
-        ]
-        real = planned(Llama(layers), tokens())
-        assert [shown(plan) for plan in plans] == [shown(real)] * 2
-        assert real.device == "cpu"
-        assert len(real.graph.backward_ops) > 10 * layers
-        peaks.append(real.keep_all_peak)
-    assert peaks[1] > 2 * peaks[0]
+    plans = [planned(without(lambda: Llama(2)), make()) for make in (lambda: without(tokens), tokens)]
+    real = planned(Llama(2), tokens())
+    assert [shown(plan) for plan in plans] == [shown(real)] * 2
+    assert real.device == "cpu"
+    assert len(real.graph.backward_ops) > 20
 
 
 def test_inputs_without_data_are_enough() -> None:
-    model = Llama(2)
+    model = Llama(1)
     assert shown(planned(model, on_meta(tokens))) == shown(planned(model, tokens()))
 
 
@@ -141,7 +135,7 @@ class Fails(Llama):
 
 @pytest.mark.parametrize("kind", [Llama, Fails])
 def test_the_model_is_as_it_was(kind: type[Llama]) -> None:
-    model = on_meta(lambda: kind(2))
+    model = on_meta(lambda: kind(1))
     before = state_of(model)
     try:
         planned(model, tokens(), costs="H200")
@@ -412,17 +406,17 @@ def test_a_device_that_is_too_small_is_told_of() -> None:
 
 @pytest.mark.parametrize("mem", [pytest.param("80%", marks=pytest.mark.long), "auto"])
 def test_devices_that_run_the_same_kernels_share_one_capture(captures: list[object], mem: str) -> None:
-    made = on_meta(lambda: Llama(2))
+    made = on_meta(lambda: Llama(1))
     compared = compared_on(["A100", "H200", "RTX-4090", "T4", "V100"], made, mem=mem)
     assert len(captures) == 3  # with flash attention, with cuDNN's before it, and with neither
-    for name in ("A100", "H200", "V100"):
+    for name in ("H200", "V100"):
         alone = planned(made, tokens(), costs=name, mem=mem)
         assert shown(compared.plans[name]) == shown(alone)
 
 
 def test_what_fits_is_asked_of_the_least_budget_and_of_the_planned_one() -> None:
     """A budget that was meant for the whole card must not make a step that fits look as if it did not."""
-    model = on_meta(lambda: Llama(2))
+    model = on_meta(lambda: Llama(1))
     whole = planned(model, tokens(), costs="A100", optimizer="sgd")
     held, least, most = whole.on_device.total - whole.on_device.free, whole.minimum, whole.predicted_peak
     tight = small(held + (least + most) // 2)
@@ -438,7 +432,7 @@ def test_what_fits_is_asked_of_the_least_budget_and_of_the_planned_one() -> None
 
 
 def test_a_comparison_for_what_is_left_shows_devices_that_are_too_small() -> None:
-    model = on_meta(lambda: Llama(2))
+    model = on_meta(lambda: Llama(1))
     whole = planned(model, tokens(), costs="A100")
     held = whole.on_device.total - whole.on_device.free
     names = [small(held // 2, "none"), small(2 * (held + whole.predicted_peak), "enough")]
@@ -518,7 +512,7 @@ def test_the_command_line_says_whether_a_step_fits_on_one_device(capsys: pytest.
 
 
 def test_the_command_line_finds_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"search": Search(slots=50), "costs": "H200"}
+    options = {"search": Search(seconds=0, slots=50), "costs": "H200"}
     least = [planned(*llama(batch), **options).minimum for batch in (2, 3)]
     mem = sum(least) // 2
     assert main(["plan", NAME, "--mem", str(mem), "--device", "H200,T4", "--largest", "batch", *QUICK]) == 0

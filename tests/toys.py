@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fxremat
 from fxremat.settings import Search
-from tests.training import gradients_of, least_budget, same, state_of, unequal
+from tests.training import gradients_of, same, state_of, unequal
 
 WIDTH, ROWS = 32, 128
 QUICK: Any = {"search": Search(seconds=0.0, slots=100)}  # bits do not depend on how good a plan is
@@ -106,7 +106,7 @@ def assert_as_plain(
     make: Callable[[], nn.Module],
     *args: Any,
     body: Body = plain_body,
-    mem: int | str | None = None,
+    mem: int | str = "min",
     **kwargs: Any,
 ) -> nn.Module:
     """One step of `make()` compiled does bit for bit what it does plain; by default at the least budget.
@@ -116,11 +116,7 @@ def assert_as_plain(
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)
-    model = make()
-    if mem is None:
-        mem = least_budget(model, lambda compiled: record(compiled, args, kwargs, body), **QUICK)
-        torch._dynamo.reset()
-    compiled = fxremat.compile(model, mem=mem, **QUICK)
+    compiled = fxremat.compile(make(), mem=mem, **QUICK)
     expected, got = record(plain, args, kwargs, body), record(compiled, args, kwargs, body)
 
     assert type(got.output) is type(expected.output)

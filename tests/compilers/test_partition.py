@@ -25,12 +25,12 @@ pytestmark = pytest.mark.usefixtures("torch_ready")
 QUICK = fxremat.Search(seconds=0.2, progress=False)
 
 
+@pytest.mark.parametrize("budgets", [("60%", "min"), pytest.param(("100%", "40%"), marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", NAMES)
-def test_bits_are_those_of_no_recomputation_and_budgets_hold(name: str) -> None:
+def test_bits_are_those_of_no_recomputation_and_budgets_hold(name: str, budgets: tuple[str, ...]) -> None:
     one = case(name)
     expected = joint_step(one, default_partition)()
-    least = fxremat.capture(joint_graph(one), num_fwd_outputs=1, costs="measure", search=QUICK).least()
-    for mem in ("100%", "60%", "40%", least):
+    for mem in budgets:
         within = partitioner(mem, costs="measure", search=QUICK)
         try:
             step = joint_step(one, within)
@@ -114,10 +114,9 @@ def test_the_same_graph_gives_the_same_plan_in_another_process() -> None:
     options = {"mem": "60%", "costs": "H100", "search": QUICK}
     graphs = partitioner(**options)(joint_graph(case("gpt")), (), num_fwd_outputs=1)  # type: ignore[arg-type]
     mine = hashlib.sha256("".join(str(graph.graph) for graph in graphs).encode()).hexdigest()
-    for seed in ("1", "2"):
-        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run([sys.executable, "-c", PLANNED], capture_output=True, text=True, env=env)
-        assert done.stdout.strip() == mine, done.stderr
+    env = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", PLANNED], capture_output=True, text=True, env=env)
+    assert done.stdout.strip() == mine, done.stderr
 
 
 def test_what_cannot_be_planned_is_named() -> None:

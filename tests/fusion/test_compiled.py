@@ -159,22 +159,16 @@ def test_less_memory_never_means_more_of_it_and_kernels_are_shared(monkeypatch: 
 
 
 @pytest.mark.usefixtures("always_in_regions")
-def test_a_backward_may_run_twice() -> None:
-    model, given = model_of(dropout=0.0), batch()
-    call = within(model, "70%")
+def test_a_backward_may_run_twice_and_the_plan_tells_of_its_kernels() -> None:
+    """And shows itself."""
+    model, given = model_of(dropout=0.0, layers=2), batch()
+    call = within(model, "60%")
     loss = call(*given)
     loss.backward(retain_graph=True)
     once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     loss.backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(once, model.parameters(), strict=True) if p.grad is not None)
-
-
-@pytest.mark.usefixtures("always_in_regions")
-def test_the_plan_tells_of_its_kernels_and_shows_itself() -> None:
-    model, given = model_of(dropout=0.0), batch()
-    call = within(model, "60%")
-    call(*given).backward()
     plan = call.plan
     text = " ".join(str(plan).split())
     assert plan.compiled is not None
@@ -196,7 +190,7 @@ def test_the_plan_tells_of_its_kernels_and_shows_itself() -> None:
 @pytest.mark.usefixtures("always_in_regions")
 def test_a_step_that_single_ops_run_faster_runs_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled._Search, "_seconds", lambda _, found, single: [*[2.0] * len(found), 1.0])
-    model, given = model_of(dropout=0.0), batch()
+    model, given = model_of(dropout=0.0, layers=2), batch()
     call = within(model, "70%")
     call(*given).backward()
     assert call.plan.compiled is None
@@ -207,7 +201,7 @@ def test_a_step_that_single_ops_run_faster_runs_op_by_op(monkeypatch: pytest.Mon
 def test_what_cannot_gain_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_kernels()
     monkeypatch.setattr(compiled._Search, "_gain", lambda *_: 0.0)
-    call = within(model_of(dropout=0.0), "70%")
+    call = within(model_of(dropout=0.0, layers=2), "70%")
     call(*batch()).backward()
     assert "PyTorch's, op by op: regions that fit would gain little" in " ".join(str(call.plan).split())
     assert not region._kernels
@@ -220,7 +214,7 @@ def test_regions_are_compiled_where_that_pays_within_a_training(
 ) -> None:
     forget_kernels()
     monkeypatch.setattr(compiled, "STEPS", steps)
-    call = within(model_of(dropout=0.0), "90%")
+    call = within(model_of(dropout=0.0, layers=2), "90%")
     call(*batch()).backward()
     assert bool(region._kernels) is pays
 
@@ -370,7 +364,7 @@ def test_all_is_compiled_where_the_budget_asks_for_it(monkeypatch: pytest.Monkey
         return unit_bytes(program, sizes, units) if any(unit.compiled for unit in units) else [1 << 40]
 
     monkeypatch.setattr(compiled, "unit_bytes", more_by_themselves)
-    call = within(model_of(dropout=0.0), "70%")
+    call = within(model_of(dropout=0.0, layers=2), "70%")
     call(*batch())
     assert call.plan.compiled is not None
 
@@ -465,7 +459,7 @@ def _backward_alone(program: Program) -> Units:
 
 @pytest.mark.usefixtures("always_in_regions")
 def test_regions_in_slices_run_as_they_are_between_compiled_ones() -> None:
-    model, given = model_of(dropout=0.0), batch()
+    model, given = model_of(dropout=0.0, layers=2), batch()
     plain = copy.deepcopy(model)
     call = within(model, "60%", slices=True)
     assert largest_error(gradients(model, call, given), gradients(plain, plain, given)) < 1e-3

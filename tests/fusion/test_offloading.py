@@ -25,7 +25,7 @@ def compiled(model: nn.Module, mem: int | str, offload: bool | Offload = True) -
     return fxremat.compile(copy.deepcopy(model), mem=mem, backend="inductor", offload=offload, search=search)
 
 
-@pytest.mark.parametrize("mem", ["38%", "50%"])
+@pytest.mark.parametrize("mem", ["38%", pytest.param("50%", marks=pytest.mark.long)])
 def test_regions_and_copies_to_the_host_share_a_budget(mem: str) -> None:
     torch.manual_seed(0)
     case = models.get("unet", "small")

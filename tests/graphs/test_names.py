@@ -172,7 +172,7 @@ MODELS: Mapping[str, tuple[Callable[[], tuple[nn.Module, Any]], tuple[Path, ...]
     "looked up": (lambda: (LookedUp(), torch.ones(ROWS, WIDTH)), (HERE,)),
     "named": (lambda: (Named("a b"), torch.ones(ROWS, WIDTH)), (HERE,)),
 }
-LARGER = ("gpt2", "t5")
+LARGER = ("gpt2", "t5", "resnet")
 ASKED = [pytest.param(name, marks=pytest.mark.long) if name in LARGER else name for name in MODELS]
 
 

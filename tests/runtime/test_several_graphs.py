@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import logging
 import random
 import threading
@@ -27,6 +28,7 @@ from fxremat import Search
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.runtime.called_graph import saved_calls
 from fxremat.torch_private import holds_gradients, is_profiled
+from tests.dags import few
 from tests.steps import differences, step_of
 from tests.test_readme import job_of_one
 
@@ -129,11 +131,17 @@ def turned(_: int, x: Tensor) -> Tensor:
     return x.t().contiguous().t()
 
 
-@pytest.mark.parametrize("between", [as_it_is, turned])
-@pytest.mark.parametrize("mem", ["min", "50%", "80%"])
+EVERY_DAY = {("min", as_it_is), ("50%", turned)}
+SHARES = [
+    pytest.param(*case, marks=() if case in EVERY_DAY else pytest.mark.long)
+    for case in itertools.product(("min", "50%", "80%"), (as_it_is, turned))
+]
+
+
+@pytest.mark.parametrize(("mem", "between"), SHARES)
 def test_the_budget_holds_and_the_prediction_is_exact(mem: str, between: Callable[..., Any]) -> None:
     x = rows(512)
-    ours, plain = twins(between, mem=mem, search=Search(seconds=1.0))
+    ours, plain = twins(between, mem=mem, search=Search(seconds=0.3))
     for _ in range(4):
         assert_equal_steps(ours, plain, x)
     measured = peak_of(ours, x)
@@ -191,7 +199,7 @@ class WithLogits(Broken):
         return {"loss": logits.square().mean(), "logits": logits}
 
 
-@pytest.mark.parametrize("mem", ["min", "60%"])
+@pytest.mark.parametrize("mem", ["min", pytest.param("60%", marks=pytest.mark.long)])
 def test_outputs_beside_the_loss_and_gradients_that_are_there_already(mem: str) -> None:
     """The first steps add to gradients; a later one, which makes them, needs more."""
     x = rows(512)
@@ -309,7 +317,7 @@ class Dropped(OneLayer):
         return x.square().mean() + value
 
 
-@pytest.mark.parametrize("mem", ["min", "100%"])
+@pytest.mark.parametrize("mem", ["min", pytest.param("100%", marks=pytest.mark.long)])
 def test_a_call_whose_output_nobody_uses_does_not_keep_itself_alive(mem: str) -> None:
     torch.manual_seed(0)
     ours = fxremat.compile(Dropped(), mem=mem, search=QUICK)
@@ -414,7 +422,7 @@ class Recurrent(nn.Module):
         return self.above(hidden).square().mean()
 
 
-@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("kind", [*(pytest.param(k, marks=pytest.mark.long) for k in (nn.RNN, nn.GRU)), nn.LSTM])
 def test_a_recurrent_module_runs_between_two_graphs(kind: type[nn.RNNBase]) -> None:
     torch.manual_seed(0)
     model = Recurrent(kind)
@@ -465,7 +473,7 @@ def test_a_step_that_waits_for_its_backward_does_not_disturb_another_model() -> 
     assert not is_profiled()
 
 
-@pytest.mark.parametrize("mem", ["100%", "min"])
+@pytest.mark.parametrize("mem", [pytest.param("100%", marks=pytest.mark.long), "min"])
 def test_one_backward_through_two_models(mem: str) -> None:
     """As where a generator trains through a discriminator."""
     torch.manual_seed(0)
@@ -563,9 +571,7 @@ def test_evaluation_runs_the_plain_model() -> None:
         assert torch.equal(ours.eval()(rows()), plain.eval()(rows()))
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(1, 4), min_size=2, max_size=6), st.sampled_from(["min", "100%"]))
-def test_paths_that_no_step_took_before(depths: list[int], mem: str) -> None:
+def take_paths(depths: list[int], mem: str) -> None:
     """Each step leaves after another number of blocks; what is saved is let go where it has to be."""
     depth = [4]
     ours, plain = twins(lambda number, x: None if number + 1 == depth[0] else x, mem=mem)
@@ -573,6 +579,22 @@ def test_paths_that_no_step_took_before(depths: list[int], mem: str) -> None:
         depth[0] = now
         assert_equal_steps(ours, plain, rows(seed=seed))
     assert nothing_is_saved()
+
+
+DEPTHS = st.lists(st.integers(1, 4), min_size=2, max_size=6)
+
+
+@few(7)
+@given(DEPTHS, st.sampled_from(["min", "100%"]))
+def test_paths_that_no_step_took_before_small(depths: list[int], mem: str) -> None:
+    take_paths(depths, mem)
+
+
+@pytest.mark.long
+@settings(max_examples=60, deadline=None)
+@given(DEPTHS, st.sampled_from(["min", "100%"]))
+def test_paths_that_no_step_took_before(depths: list[int], mem: str) -> None:
+    take_paths(depths, mem)
 
 
 def test_what_every_call_saved_may_be_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -634,7 +656,7 @@ class Loop:
     backwards: int = 1  # of each step of the optimizer
     sizes: tuple[int, ...] = (64,)  # of the batches, in turn
 
-    def train(self, model: nn.Module, steps: int = 5) -> list[Tensor]:
+    def train(self, model: nn.Module, steps: int = 4) -> list[Tensor]:
         """Train from seed 5; return all losses, and the parameters at the end."""
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scaler = torch.amp.GradScaler("cpu", enabled=self.scaler)
@@ -657,7 +679,7 @@ class Loop:
 
 
 LOOPS = {
-    "scaled losses": Loop(scaler=True, clip=True, sizes=(64, 48, 33, 1)),
+    "scaled losses": Loop(scaler=True, clip=True, sizes=(64, 33, 1)),
     "autocast and accumulation": Loop(autocast=True, backwards=2, clip=True, sizes=(64, 40)),
 }
 

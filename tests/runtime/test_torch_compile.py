@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,9 +60,15 @@ def plans() -> list[PlanOfGraphs]:
     return [plan for plan in found if plan]
 
 
-@pytest.mark.parametrize("between", [as_it_is, early, clamped, selected])
-@pytest.mark.parametrize("mem", ["95%", "min"])
-def test_the_graphs_of_a_model_share_one_budget(between: Callable[..., Any], mem: str) -> None:
+EVERY_DAY = {("min", as_it_is), ("95%", early), ("95%", selected)}
+CASES = [
+    pytest.param(*case, marks=() if case in EVERY_DAY else pytest.mark.long)
+    for case in itertools.product(("95%", "min"), (as_it_is, early, clamped, selected))
+]
+
+
+@pytest.mark.parametrize(("mem", "between"), CASES)
+def test_the_graphs_of_a_model_share_one_budget(mem: str, between: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     ours, model, plain = twins(Broken(between), mem)
     for seed in range(5):

@@ -29,6 +29,7 @@ HALF_CLOSE = 0.03  # the same in bfloat16
 PREDICTED = 0.01  # relative error of the predicted peak
 LEAST_GRADIENT = 1e-30
 EXAMPLES = {**EVERYDAY, **LONG}
+LATER = ("tied", "class weights", "no reduction", "equal layers")  # like others that are tried every day
 SLICED: Any = {"slices": True, "search": Search(seconds=0.0)}
 
 
@@ -85,7 +86,7 @@ def check_gradients(example: Example, ours: dict[str, Tensor], plain: dict[str, 
         assert error(ours[name], right) <= error(plain[name], right) + CLOSE, name
 
 
-@pytest.mark.parametrize("name", named(*LONG))
+@pytest.mark.parametrize("name", named(*LONG, *LATER))
 def test_a_model_in_slices_keeps_its_budget_and_computes_what_the_plain_one_does(name: str) -> None:
     example = EXAMPLES[name]
     model, inputs = example.made()

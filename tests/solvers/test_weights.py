@@ -19,6 +19,7 @@ from benchmarks.weight_reference.selection import select
 from benchmarks.weight_reference.step_bound import lower_bound
 from benchmarks.weight_reference.weight_plan import plan
 from fxremat.errors import BudgetTooSmall, InvalidChain, InvalidSchedule
+from tests.draws import everyday
 
 pytestmark = pytest.mark.long
 
@@ -174,7 +175,7 @@ def _recomputed(draw: st.DrawFn, cycle: Cycle) -> Cycle:
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=everyday(150))
 @given(cycles(), st.booleans())
 def test_plans_keep_the_memory_and_the_order_and_are_between_the_bounds(cycle: Cycle, discount: bool) -> None:
     found = plan(cycle, discount=discount)
