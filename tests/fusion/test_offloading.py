@@ -17,7 +17,7 @@ from fxremat.settings import Offload, Search
 from fxremat.step.program import Role
 from tests.fusion.test_compiled import DTYPES
 
-pytestmark = pytest.mark.usefixtures("torch_ready")
+pytestmark = pytest.mark.usefixtures("torch_ready", "always_in_regions")
 
 
 def compiled(model: nn.Module, mem: int | str, offload: bool | Offload = True) -> Any:
