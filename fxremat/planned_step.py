@@ -216,10 +216,10 @@ class PlannedStep:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Lower bound in seconds on every choice of recomputations, op by op, within the budget.
+        """Lower bound on the seconds of a step within the budget, whichever ops are recomputed.
 
         It holds for programs that run the backward in its captured order. For other orders (chains that join
-        and run interleaved), and if tensors may be offloaded, the bound is the time without recomputation.
+        and run interleaved), and if tensors may be offloaded, it is the time of the step without recomputation.
         """
         if self.chosen.join or self.link:
             return self.costs.time_of(range(len(self.graph.ops))) if self.slices else self.keep_all_time

@@ -113,7 +113,7 @@ def _compared(
 def peak_of_step(program: Program, costs: Costs, inputs: Sequence[Any] = (), tier: str = "") -> int | None:
     """Return the measured peak of one step of a program's graphs, in bytes above its start; None if it cannot run.
 
-    It does not include a loss outside the model. For a program that was run before it is read from the cache.
+    It does not include a loss outside the model. If the program was run before, its peak is read from the cache.
 
     Args:
         tier: the name of the host tier to which the program copies values.

@@ -172,10 +172,11 @@ def _channel_bytes(statistics: fx.Node) -> int:
 
 
 def _flash_workspace(node: fx.Node) -> int:
-    """Return the bytes that the backward of CUDA's flash attention allocates for float32 sums of the query's gradient.
+    """Return the bytes that the backward of CUDA's flash attention allocates beside the gradients that it returns.
 
-    Each row has one more number. Sizes are rounded up to tiles of 128 rows and 32 columns. If several heads
-    share keys, each head has its own gradients of keys and values, which are added up afterwards. See `mha_bwd`
+    It adds up the query's gradient in float32, with one more float32 number for each row of the query; rows are
+    rounded up to tiles of 128, columns to 32. If several heads of the query share a head of keys and values, each
+    of them has gradients of keys and values of its own, which are added up afterwards. See `mha_bwd`
     in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
     """
     query, key = (cast(torch.Tensor, cast(fx.Node, argument).meta["val"]) for argument in node.args[1:3])

@@ -15,7 +15,7 @@ from fxremat.fitting.loaded import META, Loaded, needs, numbers
 from fxremat.fitting.settings import Training
 
 PIXELS = 8  # along a side for one number of the latents
-PATCH = 2  # latents along a side for one token of Flux
+PATCH = 2  # patch size of Flux: a token covers PATCH x PATCH positions of the latent image
 WORDS = 77  # tokens of the text encoders of Stable Diffusion
 FLUX_WORDS = 512  # tokens of Flux's text encoder
 FLUX_IMAGE = 1024  # pixels

@@ -402,11 +402,11 @@ class Backend:
         return Rerun(draws=any(op.random for op in joint.ops), refusal=refusal)
 
     def _called(self, graph: SymbolicGraph | None, joint: Captured, coordinator: Coordinator) -> CalledGraph:
-        """Measure one of several graphs of a model, find the ways to run it, and return it.
+        """Measure one of the graphs of a model that is several, search for its programs, and return it with these.
 
         Raises:
-            FxrematError: it communicates with other ranks.
-            NotSymbolic: results have other strides than traced; the graph is then captured with fixed sizes.
+            FxrematError: the graph communicates with other ranks.
+            NotSymbolic: results of its ops have other strides than traced; the caller captures it with fixed sizes.
         """
         if communicates(joint):
             raise FxrematError("a model that communicates with other ranks in its forward has to be one graph")

@@ -54,10 +54,10 @@ class Node:
     children: dict[Any, Node] = field(default_factory=dict)
     count: int = 0  # number of steps that made this call
     before: int = 0  # bytes allocated when the forward of this graph call begins
-    # largest bytes between this call's forward and the next call's forward, or the beginning of the backward
+    # most bytes allocated from the end of this call's forward to the next call's forward, or to the first backward
     after: int = 0
     back: int = 0  # bytes allocated when this call's backward begins, with the gradients of its outputs
-    behind: int = 0  # largest bytes between this call's backward and the next backward, or the end of all backwards
+    behind: int = 0  # most bytes allocated from the end of this call's backward to the next backward, or to the end
     # inputs that only this call keeps alive when its backward begins; None: unknown
     freed: frozenset[int] | None = None
     shared: int = 0  # bytes of the gradients of this call's outputs that others keep alive until its backward has ended

@@ -47,7 +47,7 @@ class Figures:
     peak: int  # predicted peak in bytes
     time: float  # predicted seconds of one forward and backward
     keep_all_time: float  # seconds of one forward and backward without recomputation
-    waiting: float  # seconds of waiting for copies or other ranks, beyond those without recomputation
+    waiting: float  # seconds spent waiting for copies or other ranks, less what the step without recomputation waits
     slicing: float  # seconds by which sliced ops take longer than the same ops unsliced
     minimum: int  # smallest budget in bytes that works
     at_peak: Mapping[MemoryKind, int]  # kind of memory -> its bytes at the peak

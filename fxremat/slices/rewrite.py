@@ -99,7 +99,7 @@ class SlicedJoint:
     slicing: Slicing
     regions: tuple[SlicedRegion, ...]
     blocked: tuple[str, ...]  # the reasons why ops that need much memory do not run in slices
-    floor: int  # bytes read and written by the largest op that does not run in slices
+    floor: int  # bytes of the inputs and outputs of the largest op that does not run in slices: the peak is no lower
 
 
 def largest_need(joint: Captured) -> int:

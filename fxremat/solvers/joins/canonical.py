@@ -367,7 +367,7 @@ class _Reader:
         return self.solved[k].ops(s, kind.to, c, rest, full)
 
     def _choose(self, place: Ints, own: Ints, m: int, full: int) -> tuple[int, int]:
-        """Return the branch and the step to take next: the fastest, by the table, that fits into m bytes."""
+        """Return which branch runs next, and which of its steps: the fastest, by the table, that fits into m bytes."""
         inputs, phases = map(int, _memory(self.held, place, own))
         found = []
         for k in range(place.size):

@@ -46,7 +46,7 @@ class _Item:
 
 
 def trips(chain: Chain, schedule: Schedule) -> list[ChainTrip]:
-    """Return all trips that free memory in a schedule without copies, in the order of their ends."""
+    """Return the trips to the host and back that would free memory in a schedule that has none, by their ends."""
     device = {Value("a", 0): _Item(Value("a", 0), chain.input_bytes, -1, -1)}
     found: list[ChainTrip] = []
     step = 0
