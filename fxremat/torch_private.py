@@ -1438,26 +1438,6 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def min_cut_partition(
-    joint: fx.GraphModule, forward_outputs: int, share: float
-) -> tuple[fx.Graph, fx.Graph]:
-    """Return the forward and backward graph into which torch.compile's partitioner cuts a joint graph.
-
-    `min_cut_rematerialization_partition` with `activation_memory_budget` (torch 2.11, 2.13). Nodes keep their names.
-
-    Args:
-        forward_outputs: number of outputs of the joint graph that the forward returns.
-        share: bytes that may be saved for the backward over those that it saves by default.
-    """
-    from torch._functorch import config
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    module = fx.GraphModule(joint, copied(joint.graph))
-    with config.patch(activation_memory_budget=share):
-        forward, backward = min_cut_rematerialization_partition(module, (), num_fwd_outputs=forward_outputs)
-    return forward.graph, backward.graph
-
-
 def memory_order(tensor: torch.Tensor) -> list[int]:
     """Return the dimensions of a tensor in the order of memory, outermost first, as Inductor orders them.
 

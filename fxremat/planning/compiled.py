@@ -24,7 +24,6 @@ from fxremat.cost.calibrate import has_room, peak_of_step, seconds_of_steps
 from fxremat.cost.measure import known_costs, measure
 from fxremat.cost.remembered import keep, of_ops, recall
 from fxremat.fusion.joint import fused_program
-from fxremat.fusion.proposed import proposed
 from fxremat.fusion.units import (
     Unit,
     Units,
@@ -219,28 +218,14 @@ class _Search:
             found = self.fastest(again)
             if found is None and again is not known and self._gaining:
                 found = self.fastest(known)
-            return self._with_proposed(found)
+            return [] if found is None else [found]
         found = self.fastest(known)
         if found is None:
             return []
         self._shares = shares_of(self._tried, self._single, joint)
         keep(device_of(joint), key, self._shares)
         corrected = self.fastest(self._candidates_with(self._shares)) if found.slower > WORTH_IT else None
-        rivals = self._with_proposed(found)
-        return rivals if corrected is None or corrected.units == found.units else [*rivals, corrected]
-
-    def _with_proposed(self, found: Judged | None) -> list[Judged]:
-        """Return the program found, if any, and programs of torch's own partitioner that are faster, as foreseen."""
-        rivals = [] if found is None else [found]
-        joint, keep_all = self._plan.captured, self._plan.alternatives.keep_all
-        if keep_all.layout.graph is not joint or any(op.random for op in joint.ops):
-            return rivals
-        for candidate in proposed(joint, keep_all, self._single):
-            units = CUTS[0](candidate.program(), self._single.sizes, self._budget)
-            judged = self._fitting(self._judged(candidate, units))
-            if judged.peak <= self._budget and judged.time < min((rival.time for rival in rivals), default=inf):
-                rivals.append(judged)
-        return rivals
+        return [found] if corrected is None or corrected.units == found.units else [found, corrected]
 
     def _candidates_with(self, shares: Sequence[float]) -> Sequence[Candidate]:
         """Search for programs again, with the seconds of an op multiplied by its factor in `shares` if that is below 1.
