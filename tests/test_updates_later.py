@@ -132,6 +132,23 @@ def test_every_part_of_a_step_is_within_the_budget(share: float) -> None:
     assert model.plan.predicted_peak <= mem
 
 
+def test_every_group_of_parameters_counts_with_its_own_settings() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        biases = [p for p in model.parameters() if p.dim() == 1]
+        others = [p for p in model.parameters() if p.dim() > 1]
+        return torch.optim.AdamW([{"params": biases}, {"params": others, "amsgrad": True}], lr=0.01)
+
+    torch.manual_seed(0)
+    ours = MLP(tied=False)
+    mine, mem = make(ours), least(ours, make, (rows(),), LATER)
+    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0.5), offload=LATER, optimizer=mine)
+    accumulate(model, mine, (rows(),), 0)
+    held = resident(model, mine) + gradients_on_the_device(model, mine)
+    assert meter.peak_bytes(lambda: model(rows()).backward()) + held <= mem
+    held = resident(model, mine) + gradients_on_the_device(model, mine)
+    assert meter.peak_bytes(mine.step) + held <= mem
+
+
 def test_gradients_that_the_user_assigns_count() -> None:
     torch.manual_seed(0)
     plain = MLP(tied=False)
