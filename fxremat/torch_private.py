@@ -1432,7 +1432,7 @@ def first_after_step(optimizer: torch.optim.Optimizer, hook: Callable[..., Any])
     `Optimizer._optimizer_step_post_hooks` (torch 2.11, 2.13).
     """
     handle = optimizer.register_step_post_hook(hook)
-    hooks: Any = optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+    hooks: Any = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(handle.id, last=False)
     return handle
 
