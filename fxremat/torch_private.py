@@ -108,6 +108,8 @@ def differentiate_as_eager() -> Iterator[None]:
     `donated_buffer`           off: saved tensors are not donated to the backward, so that `retain_graph=True` works
     `backward_pass_autocast`   off: `backward()` is called outside of `torch.autocast`, as its documentation requires
 
+    Outside of dynamo it gets a tracing context of its own, where `never_donate` finds what AOTAutograd keeps.
+
     `tensorify_python_scalars` of `graph_compile` (torch 2.13; ignored if it does not exist) makes tensors of numbers
     that sizes determine, from simplified expressions, which round differently from the model's.
     """
@@ -120,7 +122,9 @@ def differentiate_as_eager() -> Iterator[None]:
     try:
         if before is not None:
             setattr(graph_compile, name, lambda *_: None)
-        with settings, _eager_kernels(), _eager_views():
+        inside = torch._guards.TracingContext.try_get() is not None
+        context = contextlib.nullcontext() if inside else torch._guards.tracing(torch._guards.TracingContext(None))
+        with settings, _eager_kernels(), _eager_views(), context:
             yield
     finally:
         if before is not None:
@@ -1420,6 +1424,25 @@ def call_instead(module: torch.nn.Module, function: Callable[..., Any]) -> Calla
         raise FxrematError(f"{type(module).__name__}.compile() was called already; fxremat compiles the plain model")
     module.__dict__["_compiled_call_impl"] = function
     return lambda: module.__dict__.pop("_compiled_call_impl", None)
+
+
+def first_after_step(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> Any:
+    """Register a hook that runs after `optimizer.step()` and before all its other hooks; return its handle.
+
+    `Optimizer._optimizer_step_post_hooks` (torch 2.11, 2.13).
+    """
+    handle = optimizer.register_step_post_hook(hook)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
+def scaling_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor | None]:
+    """Return what a `GradScaler` tells a fused optimizer, by attribute: the scale, and whether gradients are infinite.
+
+    `GradScaler.step` sets both attributes for the optimizer's step, which then divides gradients by the scale.
+    """
+    return {name: getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")}
 
 
 def take_signature(graph: fx.Graph, like: fx.Graph) -> None:

@@ -15,7 +15,7 @@ import fxremat
 from benchmarks import meter, models
 from fxremat.host.files import FileTier
 from fxremat.settings import Offload, Search
-from tests.test_weights import MLP, OPTIMIZERS, least, resident, rows
+from tests.test_weights import MLP, OPTIMIZERS, WIDTH, least, resident, rows
 from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -62,7 +62,20 @@ def scale(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tenso
     return [float(loss.detach()), scaler.get_scale()]
 
 
-LOOPS: dict[str, Loop] = {"accumulate": accumulate, "clip": clip, "scale": scale}
+def close(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...], seed: int) -> list[float]:
+    """A closure that runs forward and backward, and drops the gradients of the step before."""
+    torch.manual_seed(seed)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(*batch)
+        loss.backward()
+        return loss.detach()
+
+    return [float(optimizer.step(closure))]  # type: ignore[arg-type]
+
+
+LOOPS: dict[str, Loop] = {"accumulate": accumulate, "clip": clip, "scale": scale, "close": close}
 
 
 def gradients_on_the_device(compiled: Any, optimizer: torch.optim.Optimizer) -> int:
@@ -72,7 +85,7 @@ def gradients_on_the_device(compiled: Any, optimizer: torch.optim.Optimizer) -> 
 
 
 EVERY_DAY = {("accumulate", "AdamW", 0.0), ("accumulate", "momentum", 0.5), ("clip", "momentum", 0.0)}
-EVERY_DAY |= {("clip", "AdamW", 1.0), ("scale", "AdamW", 0.0)}
+EVERY_DAY |= {("clip", "AdamW", 1.0), ("scale", "AdamW", 0.0), ("close", "AdamW", 0.0)}
 CASES = [
     pytest.param(*case, marks=() if case in EVERY_DAY else pytest.mark.long)
     for case in itertools.product(LOOPS, ("momentum", "AdamW"), (0.0, 0.5, 1.0))
@@ -119,6 +132,23 @@ def test_every_part_of_a_step_is_within_the_budget(share: float) -> None:
     assert model.plan.predicted_peak <= mem
 
 
+def test_every_group_of_parameters_counts_with_its_own_settings() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        biases = [p for p in model.parameters() if p.dim() == 1]
+        others = [p for p in model.parameters() if p.dim() > 1]
+        return torch.optim.AdamW([{"params": biases}, {"params": others, "amsgrad": True}], lr=0.01)
+
+    torch.manual_seed(0)
+    ours = MLP(tied=False)
+    mine, mem = make(ours), least(ours, make, (rows(),), LATER)
+    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0.5), offload=LATER, optimizer=mine)
+    accumulate(model, mine, (rows(),), 0)
+    held = resident(model, mine) + gradients_on_the_device(model, mine)
+    assert meter.peak_bytes(lambda: model(rows()).backward()) + held <= mem
+    held = resident(model, mine) + gradients_on_the_device(model, mine)
+    assert meter.peak_bytes(mine.step) + held <= mem
+
+
 def test_gradients_that_the_user_assigns_count() -> None:
     torch.manual_seed(0)
     plain = MLP(tied=False)
@@ -135,6 +165,86 @@ def test_gradients_that_the_user_assigns_count() -> None:
         one(rows()).backward()
         optimizer.step()
     assert all(map(same, model.parameters(), plain.parameters()))
+
+
+class Summed(MLP):
+    """Two parameters with one gradient, which autograd gives each in memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False, depth=2)
+        self.one, self.other = nn.Parameter(torch.randn(16, WIDTH)), nn.Parameter(torch.randn(16, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.one + self.other)
+
+
+def pair(plain: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer], mem: int | str | None = None) -> Any:
+    """Two models with their optimizers: a compiled one, at the least budget unless another is given, and a plain one.
+    """
+    ours = copy.deepcopy(plain)
+    theirs, mine = make(plain), make(ours)
+    mem = least(ours, make, (rows(),), LATER) if mem is None else mem
+    model: Any = fxremat.compile(ours, mem=mem, search=Search(seconds=0.5), offload=LATER, optimizer=mine)
+    return (model, mine), (plain, theirs)
+
+
+def test_parameters_with_one_gradient_do_not_share_its_memory() -> None:
+    torch.manual_seed(0)
+    mine, theirs = pair(Summed(), OPTIMIZERS["AdamW"], "100%")
+    for seed in range(2):
+        assert accumulate(*mine, (rows(),), seed) == accumulate(*theirs, (rows(),), seed)
+    assert all(same(a.grad, b.grad) for a, b in zip(mine[0].parameters(), theirs[0].parameters(), strict=True))
+    assert all(map(same, mine[0].parameters(), theirs[0].parameters()))
+
+
+@pytest.mark.parametrize("hosted", [True, False])
+def test_a_fused_optimizer_unscales_gradients_itself(hosted: bool) -> None:
+    torch.manual_seed(0)
+    fused = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)  # noqa: E731
+    mine, theirs = pair(MLP(tied=False), fused, None if hosted else "100%")
+    for model, optimizer in (mine, theirs):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            optimizer.zero_grad()
+            scaler.scale(model(rows())).backward()
+            if seed == 1:
+                next(iter(model.parameters())).grad.fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+    assert all(map(same, mine[0].parameters(), theirs[0].parameters()))
+    assert all(same(a.grad, b.grad) for a, b in zip(mine[0].parameters(), theirs[0].parameters(), strict=True))
+
+
+def test_hooks_before_and_after_a_step_find_its_gradients() -> None:
+    torch.manual_seed(0)
+    found: list[list[float]] = []
+    mine, theirs = pair(MLP(tied=False), OPTIMIZERS["AdamW"])
+    for model, optimizer in (mine, theirs):
+        norms: list[float] = []
+        found.append(norms)
+
+        def clipped(*_: Any, model: nn.Module = model) -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+        def noted(*_: Any, model: nn.Module = model, norms: list[float] = norms) -> None:
+            norms.append(float(sum(p.grad.norm() for p in model.parameters() if p.grad is not None)))
+
+        optimizer.register_step_post_hook(noted)
+        accumulate(model, optimizer, (rows(),), 0)
+        optimizer.register_step_pre_hook(clipped)
+        accumulate(model, optimizer, (rows(),), 1)
+    assert found[0] == found[1]
+    assert all(map(same, mine[0].parameters(), theirs[0].parameters()))
+
+
+def test_freezing_a_parameter_on_the_host_is_refused() -> None:
+    torch.manual_seed(0)
+    (model, optimizer), _ = pair(MLP(tied=False), OPTIMIZERS["AdamW"])
+    clip(model, optimizer, (rows(),), 0)
+    next(iter(model.parameters())).requires_grad_(False)
+    with pytest.raises(fxremat.FxrematError, match=r"gets no gradient here.*freeze it before"):
+        clip(model, optimizer, (rows(),), 1)
 
 
 def test_frozen_and_unused_parameters_stay_as_they_are() -> None:

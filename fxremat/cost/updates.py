@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,20 +19,28 @@ from fxremat.torch_private import unprofiled
 
 
 def units_of(
-    joint: Captured, optimizer: torch.optim.Optimizer, costs: Costs, *, later: bool = False
+    joint: Captured,
+    optimizer: torch.optim.Optimizer,
+    costs: Costs,
+    *,
+    numbers: Mapping[int, int],
+    later: bool = False,
 ) -> list[ParameterUpdate]:
     """Return the measured cost of the update of each parameter that the step updates.
 
     Args:
+        numbers: value of a parameter -> its index among the optimizer's parameters.
         later: updates run in `optimizer.step()`, and the backward adds up gradients.
     """
     known: dict[tuple[Any, ...], tuple[float, int, int]] = {}
+    group_of = [place for place, group in enumerate(optimizer.param_groups) for _ in group["params"]]
     units = []
     for value in joint.updates_of:
         shown = joint.shown[value].meta["val"]
-        key = (tuple(shown.shape), shown.stride(), shown.dtype, shown.device)
+        group = group_of[numbers[value]]
+        key = (tuple(shown.shape), shown.stride(), shown.dtype, shown.device, group)
         if key not in known:
-            known[key] = unprofiled(partial(measure_update, optimizer, shown))
+            known[key] = unprofiled(partial(measure_update, optimizer, shown, group))
         seconds, state, workspace = known[key]
         size = costs.sizes.values[value]
         unit = ParameterUpdate(
@@ -60,8 +69,8 @@ def with_own_sizes(joint: Captured, costs: Costs) -> Costs:
     return replace(costs, sizes=replace(costs.sizes, values=tuple(sizes)))
 
 
-def measure_update(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> tuple[float, int, int]:
-    """Measure the optimizer's update of a parameter with this layout.
+def measure_update(optimizer: torch.optim.Optimizer, like: torch.Tensor, group: int = 0) -> tuple[float, int, int]:
+    """Measure the optimizer's update of a parameter with this layout, in the group with this index.
 
     Returns:
         seconds; bytes of the state tensors that have the parameter's shape; the peak of a second update in bytes.
@@ -70,7 +79,7 @@ def measure_update(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> tupl
         shell = nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=like.device))
         shell.grad = torch.zeros_like(shell)
         made: Any = type(optimizer)
-        settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        settings = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
         single = made([shell])
         single.param_groups[0].update(settings)
         single.step()

@@ -31,6 +31,12 @@ class InPlace:
                 f"{type(model).__name__} was compiled by fxremat.compile already: leave the callback out, or hand the "
                 "trainer the plain model"
             )
+        before = getattr(vars(model).get("_compiled_call_impl"), "__self__", None)
+        if hasattr(type(before), "_fxremat"):
+            raise FxrematError(
+                f"{type(model).__name__} runs the planned steps of another callback: leave one of the two out; if an "
+                "exception has ended the training of that one, call its inside.remove() first"
+            )
         self.model, self.method = model, options.get("method", "forward")
         self.planned: Any = compiled(model, mem, **options)
         self._undo: Callable[[], object]

@@ -23,7 +23,8 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -33,7 +34,7 @@ from torch import fx, nn
 from fxremat.errors import FxrematError
 from fxremat.host.tier import HostTier
 from fxremat.ops.spent import Spent
-from fxremat.torch_private import shell_of, storage_of, without_memory
+from fxremat.torch_private import first_after_step, scaling_of, shell_of, storage_of, without_memory
 
 USUAL = frozenset(  # settings of optimizers that do not affect how many bytes they need
     ("lr", "betas", "eps", "weight_decay", "momentum_decay", "alpha", "lr_decay", "etas", "step_sizes", "dampening")
@@ -112,14 +113,22 @@ class Weights:
         self._watching = False  # True once a hook on the user's optimizer's step is registered
         self._process = os.getpid()
 
-    def _before_step(self) -> None:
-        """Run before the user's `optimizer.step()`: update what waits for it, and let it find no gradients."""
+    def _before_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Run when the user's `optimizer.step` calls its closure, which is after all hooks before the step.
+
+        Update what waits for the step, and let the optimizer find no gradients. Return the closure's loss.
+
+        Args:
+            closure: what the user gave to `step`; it may run forward and backward.
+        """
+        loss = closure() if closure else None
         if self.later:
             self._update_all()
         self.updated.clear()
         for parameter in self.parameters():
             if isinstance(parameter.grad, Spent):
                 parameter.grad = None
+        return loss
 
     def _after_step(self) -> None:
         """Run after the user's `optimizer.step()`: gradients stay until `zero_grad`, as ever."""
@@ -153,6 +162,9 @@ class Weights:
         self.tier.wait(gradient)
         self.wait_for_state(number)
         self._update(weight, here, number)
+        if any(value is not None for value in scaling_of(self.optimizer).values()):  # it has unscaled the gradient
+            self.tier.store(here, gradient)
+            self.tier.release(gradient)
         self.release(weight, number)
         self.release_state(number)
 
@@ -175,15 +187,18 @@ class Weights:
             return
         self._watching, myself = True, weakref.ref(self)
 
-        def before(*_: Any) -> None:
-            if (weights := myself()) is not None:
-                weights._before_step()
+        def before(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            if (weights := myself()) is None:
+                return None
+            optimizer, *positional = arguments
+            closure = partial(weights._before_step, positional[0] if positional else named.get("closure"))
+            return (optimizer,), {**named, "closure": closure}
 
         def after(*_: Any) -> None:
             if (weights := myself()) is not None:
                 weights._after_step()
 
-        for hook in (self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after)):
+        for hook in (self.optimizer.register_step_pre_hook(before), first_after_step(self.optimizer, after)):
             weakref.finalize(self, hook.remove).atexit = False
 
     @contextlib.contextmanager
@@ -386,7 +401,7 @@ class Weights:
         """True if gradients are added up now, and not used for updates."""
         return self.later and not self._updating
 
-    def update(self, weight: torch.Tensor, gradient: torch.Tensor, number: int) -> None:
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, shared: bool, number: int) -> None:
         """Run the optimizer's update of one parameter.
 
         If it is stored on the host, begin to copy it there with its state.
@@ -395,19 +410,21 @@ class Weights:
 
         Args:
             weight: the parameter's memory on the device, which is overwritten.
+            shared: the gradient's memory is not the parameter's own: another parameter has the same gradient, or the
+                caller has it.
         """
         if self._adds_up:
-            self._add(gradient, number)
+            self._add(gradient, shared, number)
         else:
             self._update(weight, gradient, number)
             self._all[number].grad = shell_of(Spent, self._all[number])
 
-    def _add(self, gradient: torch.Tensor, number: int) -> None:
+    def _add(self, gradient: torch.Tensor, shared: bool, number: int) -> None:
         """Add to the gradient of a parameter, which lives where the parameter does, in the parameter's layout."""
         parameter, home = self._all[number], self._gradients.get(number)
         if number not in self.hosted:
             if parameter.grad is None:
-                parameter.grad = _alone(gradient, parameter)
+                parameter.grad = _copied(gradient, parameter) if shared else _alone(gradient, parameter)
             else:
                 parameter.grad += gradient
             return
@@ -456,6 +473,7 @@ class Weights:
             self._single[number] = (made([shell]), shell)
         single, shell = self._single[number]
         single.param_groups[0].update(settings)
+        vars(single).update(scaling_of(self.optimizer))
         return single, shell
 
     def _store(self, weight: torch.Tensor, after: dict[str, Any], number: int) -> None:
@@ -523,6 +541,11 @@ def _alone(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a gradient in the parameter's layout and in memory of its own, as autograd would put it into `.grad`."""
     if gradient.stride() == parameter.stride() and gradient.untyped_storage().nbytes() == gradient.nbytes:
         return gradient.detach()
+    return _copied(gradient, parameter)
+
+
+def _copied(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a gradient in the parameter's layout."""
     return torch.empty_like(parameter, device=gradient.device, requires_grad=False).copy_(gradient)
 
 
@@ -550,10 +573,10 @@ def wait(back: torch.Tensor, number: int, weights: str) -> torch.Tensor:
     return weights_named(weights).wait(back, number)
 
 
-def update(weight: torch.Tensor, gradient: torch.Tensor, number: int, weights: str) -> None:
+def update(weight: torch.Tensor, gradient: torch.Tensor, shared: bool, number: int, weights: str) -> None:
     """Run the optimizer's update of one parameter; if it is stored on the host, begin to copy it there with its state.
     """
-    weights_named(weights).update(weight, gradient, number)
+    weights_named(weights).update(weight, gradient, shared, number)
 
 
 def release(weight: torch.Tensor, number: int, weights: str) -> None:

@@ -269,7 +269,8 @@ class Lowering:
         weight, gradient = step.reads
         value = self.program.version_of[weight]
         read = self._read(part, self.joint.update_nodes[value], gradient)
-        self._call_weights(part, parameters.update, value, "update", self._base(part, weight), read)
+        shared = self.joint.shares_gradient(value)
+        self._call_weights(part, parameters.update, value, "update", self._base(part, weight), read, shared)
 
     def _host(self, part: Part, trip: int) -> fx.Node:
         if trip not in part.hosts:

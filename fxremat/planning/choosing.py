@@ -129,7 +129,7 @@ def _plan_with_weights(survey: Survey, trained: TrainedParameters, options: Opti
     graph, frontier, limit, tier = survey.step.graph, survey.frontier, survey.limit, trained.weights.tier
     link = measure_link(tier, device_of(graph), typical_size(graph))
     costs = with_own_sizes(graph, survey.costs)
-    units = units_of(graph, trained.optimizer, costs, later=trained.weights.later)
+    units = units_of(graph, trained.optimizer, costs, numbers=trained.numbers, later=trained.weights.later)
     if shown := sorted(unit.value for unit in units if unit.stays and unit.value in (trained.settled or ())):
         raise FxrematError(
             f"forward returns a view of {named(trained, shown)}, which lives on the host since the plan for other "

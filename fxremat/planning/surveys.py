@@ -119,7 +119,8 @@ def keep_all_of(step: Step, costs: Costs, frontier: Frontier) -> int:
     if step.trained is None:
         return frontier.keep_all.peak
     costs = with_own_sizes(step.graph, costs)
-    units = units_of(step.graph, step.trained.optimizer, costs, later=step.trained.weights.later)
+    trained = step.trained
+    units = units_of(step.graph, trained.optimizer, costs, numbers=trained.numbers, later=trained.weights.later)
     return resident_peak(frontier.keep_all, units, costs)
 
 

@@ -213,7 +213,7 @@ class Backend:
             compiled = TwiceDifferentiable(compiled, module, rerun, self._unplanned)
         if self.coordinator is None:
             compiled = LossMeter(compiled, trained, self._take_loss)
-        return telling_unused(compiled, trained) if len(trained) > 1 else compiled
+        return telling_unused(compiled, trained) if len(trained) > 1 or again else compiled
 
     def _traced(self, trace: Callable[[], Callable[..., Any]], inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the compiled step; trace it again while measured strides differ from those that it was traced with.
@@ -577,7 +577,13 @@ class Backend:
                 "Offload(weights=True) (an Embedding with max_norm does, and clamping in forward): write to it after "
                 "optimizer.step(), or give it to another optimizer than the one that fxremat.compile takes"
             )
-        return with_updates_inside(joint, set(numbers)), trained
+        joint = with_updates_inside(joint, set(numbers))
+        if idle := sorted(hosted - joint.updates_of.keys()):
+            raise FxrematError(
+                f"{named(trained, idle)} gets no gradient here, and lives on the host since an earlier plan, which "
+                "updates it: freeze it before fxremat.compile, or call model.fxremat.to_device() and compile again"
+            )
+        return joint, trained
 
     def _parameters(self, joint: Captured, optimizer: torch.optim.Optimizer) -> dict[int, int]:
         """Return value -> index in the optimizer, for the inputs of the graph that are parameters of the optimizer."""
@@ -624,8 +630,6 @@ class _FixedStep:
         """
         run, weights = self._beside_others(runnable(graph), "backward"), self.weights
         losses, needs = self.plan.loss_places, self.plan.captured.outputs_needed
-        if weights is None and len(self.plan.graph.tangents) < 2:
-            return run
 
         def backward(arguments: list[Any]) -> Any:
             unused = unused_outputs()

@@ -178,6 +178,16 @@ class StepGraph:
         """The values that no op computes: parameters, inputs, constants, and gradients that autograd passes in."""
         return frozenset(v.index for v in self.values if v.origin in (Origin.PRIMAL, Origin.TANGENT))
 
+    def shares_gradient(self, parameter: int) -> bool:
+        """Tell whether others have the memory of a gradient that the step uses itself: the caller, or parameters.
+
+        Args:
+            parameter: the value of the parameter whose gradient it is.
+        """
+        gradient = self.updates_of[parameter]
+        made_here = self.values[gradient].origin is Origin.BACKWARD
+        return not made_here or gradient in self.returned or list(self.updates_of.values()).count(gradient) > 1
+
     @cached_property
     def gradients_read(self) -> tuple[tuple[int, ...], ...]:
         """For each op, the values computed in the backward that it reads."""

@@ -99,6 +99,10 @@ def test_compiling_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(fxremat.FxrematError, match=r"compiled by fxremat\.compile already"):
         InPlace(fxremat.compile(nn.Linear(2, 2), mem="1MiB"), "1MiB")
     model = nn.Linear(2, 2)
+    first = InPlace(model, "1MiB")
+    with pytest.raises(fxremat.FxrematError, match=r"another callback.*inside\.remove\(\)"):
+        InPlace(model, "1MiB")
+    first.remove()
     model.compile()
     with pytest.raises(fxremat.FxrematError, match=r"Linear.compile\(\) was called already"):
         InPlace(model, "1MiB")

@@ -270,3 +270,34 @@ def test_a_state_that_gets_a_gradient_later() -> None:
         expected = gradients_of_steps(model, x, body, steps=2)
         torch.testing.assert_close(gradients_of_steps(compiled, x, body, steps=2), expected)
         assert len(compiled.plan.graph.tangents) == tangents
+
+
+@pytest.mark.filterwarnings("ignore:the loss reads outputs")
+def test_a_backward_that_runs_twice_after_the_step_was_planned_again() -> None:
+    model, x = Returning(), rows()
+    compiled = fxremat.compile(copy.deepcopy(model), mem="100%", **QUICK)
+
+    def twice(model: nn.Module, x: Tensor) -> Any:
+        outputs = model(x)
+        outputs[0].backward(retain_graph=True)
+        outputs[0].backward()
+
+    for body in (loss_and_logits, only_loss, twice):
+        torch.manual_seed(0)
+        got = gradients_of_steps(compiled, x, body, steps=1)
+        torch.manual_seed(0)
+        torch.testing.assert_close(got, gradients_of_steps(model, x, body, steps=1))
+
+
+@pytest.mark.filterwarnings("ignore:the loss reads outputs")
+def test_parameters_that_only_the_loss_reads_get_no_gradient_from_a_state() -> None:
+    """Not one of zeros, to which weight decay would apply."""
+    model, x = Recurrent(), torch.randn(64, 96)
+    compiled = fxremat.compile(copy.deepcopy(model), mem="100%", **QUICK)
+
+    def only_state(model: nn.Module, x: Tensor) -> Any:
+        model(x)[1].sum().backward()
+
+    for body, steps in ((only_loss, 2), (only_state, 1)):
+        got, expected = (gradients_of_steps(m, x, body, steps=steps) for m in (compiled, model))
+        assert [g is None for g in got[-1]] == [g is None for g in expected[-1]]
