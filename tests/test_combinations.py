@@ -18,7 +18,7 @@ def may_be_refused(features: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("features", combinations.pairs(), ids="+".join)
+@pytest.mark.parametrize("features", list(combinations.pairs()), ids="+".join)
 def test_a_pair(features: tuple[str, ...]) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -141,7 +141,7 @@ def test_wrong_settings_are_one_line(make: Callable[[], object], says: str) -> N
         ({"offload": "cpu"}, "offload is 'cpu'; it is True, False, a host tier such as FileTier(), or an Offload"),
         ({"slices": 4}, "slices is 4; it is True, False, or a Slices, such as Slices(max_parts=8)"),
         ({"backend": "triton"}, "backend is 'triton'; it is one of eager, inductor, or an Inductor(...)"),
-        ({"backend": "inductor", "offload": True}, "it does not go with offload"),
+        ({"backend": "inductor", "offload": True, "solver": "pofo"}, "it does not go with 'pofo'"),
         ({"backend": "inductor", "costs": "estimate"}, 'it goes with costs="measure"'),
         ({"offload": Offload(weights=True)}, "go together"),
         ({"optimizer": sgd()}, "go together"),

@@ -726,7 +726,7 @@ def test_counts_of_steps_on_the_device_are_not_read_by_the_host() -> None:
 
     single.step = fail
     with pytest.raises(MemoryError):
-        weights.update(parameter.data, torch.ones(3, device=META), 0)
+        weights.update(parameter.data, torch.ones(3, device=META), False, 0)
 
 
 def test_solvers_of_activations_are_refused() -> None:
