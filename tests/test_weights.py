@@ -718,7 +718,7 @@ def test_counts_of_steps_on_the_device_are_not_read_by_the_host() -> None:
     optimizer.state[parameter] = {"step": torch.ones((), device=META)}  # reading it raises
     single: Any = SimpleNamespace(state={}, param_groups=[{}], step=lambda: None)
     weights._single[0] = (single, shell)
-    weights.update(parameter.data, torch.ones(3, device=META), 0)
+    weights.update(parameter.data, torch.ones(3, device=META), False, 0)
     assert weights.updated == {0}
 
     def fail() -> None:
