@@ -57,6 +57,7 @@ def test_regions_and_copies_to_the_host_share_a_budget(mem: str) -> None:
     assert again.plan.compiled.chosen.transfers.bytes == plan.compiled.chosen.transfers.bytes
 
 
+@pytest.mark.long
 def test_a_limit_on_the_host_holds() -> None:
     torch.manual_seed(0)
     case = models.get("unet", "small")
