@@ -15,6 +15,7 @@ import fxremat
 from benchmarks import meter, models
 from fxremat.host.files import FileTier
 from fxremat.settings import Offload, Search
+from fxremat.torch_private import torch_release
 from tests.test_weights import MLP, OPTIMIZERS, WIDTH, least, resident, rows
 from tests.training import same
 
@@ -238,13 +239,20 @@ def test_hooks_before_and_after_a_step_find_its_gradients() -> None:
     assert all(map(same, mine[0].parameters(), theirs[0].parameters()))
 
 
-def test_freezing_a_parameter_on_the_host_is_refused() -> None:
+def test_a_parameter_on_the_host_that_is_frozen_later_stays_as_it_is() -> None:
+    """Where the step is captured again, which torch 2.11 does not do, it is refused."""
     torch.manual_seed(0)
-    (model, optimizer), _ = pair(MLP(tied=False), OPTIMIZERS["AdamW"])
-    clip(model, optimizer, (rows(),), 0)
-    next(iter(model.parameters())).requires_grad_(False)
-    with pytest.raises(fxremat.FxrematError, match=r"gets no gradient here.*freeze it before"):
-        clip(model, optimizer, (rows(),), 1)
+    (model, optimizer), (plain, theirs) = pair(MLP(tied=False), OPTIMIZERS["AdamW"])
+    for one, stepping in ((model, optimizer), (plain, theirs)):
+        clip(one, stepping, (rows(),), 0)
+        stepping.zero_grad()
+        next(iter(one.parameters())).requires_grad_(False)
+    if torch_release() >= (2, 13):
+        with pytest.raises(fxremat.FxrematError, match=r"gets no gradient here.*freeze it before"):
+            clip(model, optimizer, (rows(),), 1)
+        return
+    assert clip(model, optimizer, (rows(),), 1) == clip(plain, theirs, (rows(),), 1)
+    assert all(map(same, model.parameters(), plain.parameters()))
 
 
 def test_frozen_and_unused_parameters_stay_as_they_are() -> None:

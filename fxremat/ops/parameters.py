@@ -413,7 +413,9 @@ class Weights:
             shared: the gradient's memory is not the parameter's own: another parameter has the same gradient, or the
                 caller has it.
         """
-        if self._adds_up:
+        if not self._all[number].requires_grad:  # frozen since the step was captured, which torch 2.11 does not notice
+            self._coming.pop(number, None)
+        elif self._adds_up:
             self._add(gradient, shared, number)
         else:
             self._update(weight, gradient, number)
