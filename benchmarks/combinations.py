@@ -64,7 +64,7 @@ WORDS, WIDTH, DEPTH, LENGTH = 96, 48, 3, 40
 
 @dataclass(frozen=True)
 class Cell:
-    """What came of training with one feature or two."""
+    """The result of training with one feature or two."""
 
     features: tuple[str, ...]
     outcome: str  # bits, rounding, refused, wrong or broken

@@ -1,4 +1,4 @@
-"""How long `fxremat fits` takes to answer for each configuration that comes with fxremat, and in how much memory.
+"""Measure the seconds and the memory that `fxremat fits` takes for each configuration that comes with fxremat.
 
     python -m benchmarks.fits                        asks for all of them, each in a process of its own (ten minutes)
     python -m benchmarks.fits llama-3-8b vit-h       asks for these; records of others stay as they are

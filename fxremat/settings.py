@@ -46,7 +46,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Offload(Setting):
-    """What may be stored on the host while the step does not need it: activations, parameters, optimizer state.
+    """A choice of what the host may store while the step does not need it: activations, parameters, optimizer state.
 
     Args:
         tier: where on the host: a tier of `fxremat.host.tier`, such as fxremat.FileTier("/fast/disk"). None: pinned
@@ -164,7 +164,7 @@ class Inductor(Setting):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Loss(Setting):
-    """What fxremat cannot see of a loss: its memory if it is outside the model, and which outputs get gradients.
+    """Facts of a loss that fxremat cannot see: its memory if it is outside the model, and which outputs get gradients.
 
     Args:
         bytes: what a loss outside the model allocates between forward and backward, as a number or a text such as

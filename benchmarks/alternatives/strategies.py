@@ -153,7 +153,7 @@ FAMILIES: dict[str, Callable[[Case], Iterable[Strategy]]] = {
         }.items()
     },
 }
-"""What `--strategies` names."""
+"""The strategies, by the names that `--strategies` takes."""
 
 
 def every(stride: int) -> Run:

@@ -21,7 +21,7 @@ from fxremat.units import shortened
 
 
 class Keep(Enum):
-    """What a block's forward leaves in memory: only its output ("none"), also its input ("ck"), or all for backward."""
+    """The values that a block's forward leaves: its output ("none"), also its input ("ck"), or all for backward."""
 
     NONE = "none"
     CHECKPOINT = "ck"

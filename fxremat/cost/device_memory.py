@@ -1,4 +1,4 @@
-"""What a device's memory is used for while a model is trained on it, and what is left for the peak of a step.
+"""Uses of a device's memory while a model is trained on it, and the rest, for the peak of a step.
 
     given       parameters, buffers and inputs that the step reads
     state       the optimizer's state
@@ -43,7 +43,7 @@ SAMPLE = 1 << 16  # number of elements of the parameter whose update is measured
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """What a device's memory is used for in training, in bytes."""
+    """Uses of a device's memory in training, in bytes."""
 
     device: Device
     optimizer: str  # the name of the optimizer, for messages

@@ -1,4 +1,4 @@
-"""Whether a model trains on a device: `fits`.
+"""Answer whether a model trains on a device: `fits`.
 
     loaded    = load(model)                  on the meta device, from a configuration, a name or a function
     step      = step_of(loaded)              captured with a few of its equal layers, which are repeated
@@ -20,11 +20,12 @@ from torch import nn
 from fxremat.cost.devices import Device
 from fxremat.errors import FxrematError
 from fxremat.fitting.answer import Answer
-from fxremat.fitting.ledger import total_of
+from fxremat.fitting.ledger import Resident, total_of
+from fxremat.fitting.loaded import Loaded
 from fxremat.fitting.loading import load
 from fxremat.fitting.resident import planned_step, resident_of
 from fxremat.fitting.settings import Training
-from fxremat.fitting.steps import step_of
+from fxremat.fitting.steps import EstimatedStep, step_of
 from fxremat.fitting.ways import (
     Room,
     Way,
@@ -58,8 +59,7 @@ def fits(
 
         print(fxremat.fits("llama-3-8b", on="H200", length=4096))
 
-    It runs half a minute for a decoder of 8B parameters on two cores, of which half is importing and capturing;
-    docs/fits.md has the times of public models, the slowest of which is a UNet with some minutes.
+    Most of its time is capturing and planning; docs/fits.md has the seconds that it takes for public models.
 
     Args:
         model: a configuration of transformers or diffusers (its folder or file, or a name on the hub), a name that timm
@@ -88,10 +88,7 @@ def fits(
         shard=shard,
     )
     device = device_with_memory(on)
-    loaded = load(model, inputs, training, config or {})
-    step = step_of(loaded, device)
-    resident = resident_of(loaded, step, training, device)
-    planned = planned_step(step, training)
+    loaded, step, planned, resident = _captured(model, inputs, training, config or {}, device)
     room = Room(device=device, step=planned, resident=resident, frontier=frontier_of(planned))
     way: Way | str | None = on_the_device(room) or with_activations_on_host(room)
     if way is None:
@@ -110,6 +107,15 @@ def fits(
     return replace(answer, larger=_larger(model, training, config or {}, device))
 
 
+def _captured(
+    model: Any, inputs: Any, training: Training, config: Mapping[str, Any], device: Device
+) -> tuple[Loaded, EstimatedStep, EstimatedStep, Resident]:
+    """Return the model, its captured step, the step that is planned, and what the device holds besides."""
+    loaded = load(model, inputs, training, config)
+    step = step_of(loaded, device)
+    return loaded, step, planned_step(step, training), resident_of(loaded, step, training, device)
+
+
 def device_with_memory(on: str | Device) -> Device:
     """Return a device whose memory is known. Raises `FxrematError` for another one."""
     device = Device.named(on)
@@ -120,10 +126,7 @@ def device_with_memory(on: str | Device) -> Device:
 
 def needed(model: str, training: Training, config: Mapping[str, Any], device: Device) -> int:
     """Return the least bytes of a device's memory that training a model takes, with everything on the device."""
-    loaded = load(model, None, training, config)
-    step = step_of(loaded, device)
-    resident = resident_of(loaded, step, training, device)
-    planned = planned_step(step, training)
+    _, _, planned, resident = _captured(model, None, training, config, device)
     return total_of(least_of(planned.graph, planned.costs).peak, resident)
 
 

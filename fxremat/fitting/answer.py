@@ -21,7 +21,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Answer:
-    """Whether a model trains on a device, and with which memory; prints as text."""
+    """The answer whether a model trains on a device, and with which memory; it prints as text."""
 
     loaded: Loaded
     training: Training

@@ -1,4 +1,4 @@
-"""What `MODEL` may be, and the model that it names, without data.
+"""Load, without data, the model that `MODEL` names.
 
     llama-3-8b                       one of the configurations that come with fxremat (`SHIPPED`)
     folder, config.json              a configuration of transformers or diffusers

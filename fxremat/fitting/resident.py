@@ -1,4 +1,4 @@
-"""What a training process holds on its device besides the planned step: weights, state, inputs, waiting gradients."""
+"""Memory that training holds on its device besides the planned step: weights, state, inputs, waiting gradients."""
 
 from __future__ import annotations
 

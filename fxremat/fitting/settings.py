@@ -1,4 +1,4 @@
-"""What is trained and how: the settings of `fxremat.fits`, each checked when it is made."""
+"""The settings of `fxremat.fits`, each checked when it is made."""
 
 from __future__ import annotations
 

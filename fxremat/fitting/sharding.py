@@ -22,7 +22,7 @@ REDUCED = 2  # copies of a layer's gradients: as they are made, and as they are 
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """What a device has of a model that is split among several."""
+    """The share that a device has of a model that is split among several."""
 
     parameters: Mapping[str, Tensor]  # its parts, by the names of the parameters
     gathered: int  # bytes of weights that are whole, besides these parts

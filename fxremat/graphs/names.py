@@ -1,4 +1,4 @@
-"""Where the ops of a captured step come from: the module and the line of the model's code.
+"""The origin of the ops of a captured step: the module and the line of the model's code.
 
     sources_of(nodes)    for each op Source("transformer.h.3.mlp.c_fc", Frame("net.py", 31, "forward", "x = ..."))
 

@@ -23,7 +23,7 @@ ALONE = "a shared parameter is read, and its gradient reduced, inside of a plann
 
 
 class Sharing(NamedTuple):
-    """How a parameter is sharded or replicated; the ops of this file take these fields as arguments, in order."""
+    """The sharding or replication of a parameter; the ops of this file take these fields as arguments, in order."""
 
     rows: int  # number of rows of the full parameter, the size of its first dimension
     dtype: torch.dtype  # the dtype that the model computes in

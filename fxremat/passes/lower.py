@@ -44,7 +44,7 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(frozen=True, kw_only=True)
 class Handles:
-    """How emitted graphs refer to the parameters that the step updates."""
+    """Names by which emitted graphs refer to the parameters that the step updates."""
 
     name: str  # name of the `ops.parameters.Weights` object that holds the parameters
     # number of a parameter's value in the joint graph -> index of the parameter in the optimizer

@@ -50,7 +50,7 @@ _known: OrderedDict[object, Sequence[CallProgram]] = OrderedDict()
 
 
 class Graph(Protocol):
-    """What is needed of a captured graph: its joint forward-backward graph."""
+    """The part of a captured graph that is needed: its joint forward-backward graph."""
 
     joint: Captured
 

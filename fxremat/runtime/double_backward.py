@@ -42,7 +42,7 @@ REFUSED = (
 
 @dataclass(frozen=True)
 class Rerun:
-    """What is known about running a captured graph a second time."""
+    """Facts about running a captured graph a second time."""
 
     draws: bool  # True if the graph draws random numbers
     refusal: str = ""  # the reason why the graph cannot be run a second time; "": it can

@@ -48,7 +48,7 @@ REPLICATED = "_fxremat_replicated"  # attribute of a model whose parameters all 
 
 
 class Reduction(Enum):
-    """How a step treats its gradients."""
+    """The treatment of gradients in a step."""
 
     REDUCE = "reduce"  # reduce the gradients over the ranks
     KEEP = "keep"  # keep the gradients unreduced, in full size on this rank

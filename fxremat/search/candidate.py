@@ -29,7 +29,7 @@ from fxremat.step.transferred import ProgramWithTransfers
 
 @dataclass(frozen=True, eq=False)
 class FromSchedule:
-    """How a candidate was found: a solver returned a schedule of blocks (runs of consecutive ops)."""
+    """The origin of a candidate: a solver returned a schedule of blocks (runs of consecutive ops)."""
 
     schedule: Schedule
     known: Order | None = None  # the order of executed ops that the schedule stands for; None until it is computed
@@ -49,7 +49,7 @@ class FromSchedule:
 
 @dataclass(frozen=True, eq=False)
 class FromJoin(FromSchedule):
-    """How a candidate was found: as a schedule of several chains that share no value until they meet."""
+    """The origin of a candidate: a schedule of several chains that share no value until they meet."""
 
     _: KW_ONLY
     timeline: JoinTimeline
@@ -57,7 +57,7 @@ class FromJoin(FromSchedule):
 
 @dataclass(frozen=True, eq=False)
 class Refined:
-    """How a candidate was found: an op-by-op search, started from a solver's schedule, found an order of ops."""
+    """The origin of a candidate: an op-by-op search, started from a solver's schedule, found an order of ops."""
 
     began: FromSchedule
     found: Order
@@ -99,7 +99,7 @@ class _PutIntoAnother:
 
 @dataclass(frozen=True, eq=False)
 class Transferred(_PutIntoAnother):
-    """How a candidate was found: by adding copies to the host and back to another program."""
+    """The origin of a candidate: another program, with copies to the host and back added."""
 
     began: FromSchedule | Refined
     result: ProgramWithTransfers
@@ -107,7 +107,7 @@ class Transferred(_PutIntoAnother):
 
 @dataclass(frozen=True, eq=False)
 class Communicating(_PutIntoAnother):
-    """How a candidate was found: by letting the collectives of another program run concurrently with its ops."""
+    """The origin of a candidate: another program, whose collectives run concurrently with its ops."""
 
     began: FromSchedule | Refined | Transferred
     result: ProgramWithCommunication
@@ -115,7 +115,7 @@ class Communicating(_PutIntoAnother):
 
 @dataclass(frozen=True, eq=False)
 class InUnits:
-    """How a program of compiled regions was found: a program op by op, whose ops were grouped into units.
+    """The origin of a program of compiled regions: a program op by op, whose ops were grouped into units.
 
     A unit is a compiled region or a single op; the program's steps are units.
     """

@@ -106,7 +106,7 @@ class Node:
         return None if number == NONE else self.programs[number]
 
     def assume(self, level: int | None, saved: int, last: Node | None) -> None:
-        """When the forward of an unmeasured call begins, raise its numbers to likely ones.
+        """Raise the numbers of an unmeasured call to likely ones, when its forward begins.
 
         Args:
             level: bytes that are alive now; None: not known.

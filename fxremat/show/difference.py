@@ -84,7 +84,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Difference:
-    """What changes from one plan to another: the figures of the whole plan, and those of each module."""
+    """The changes from one plan to another: the figures of the whole plan, and those of each module."""
 
     before: Figures
     after: Figures

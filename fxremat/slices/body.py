@@ -71,7 +71,7 @@ class Region:
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a tensor is cut into rows: along `dims` dimensions from `dim` on, with `each` elements of them in a row."""
+    """The cut of a tensor into rows: along `dims` dimensions from `dim` on, with `each` elements of them in a row."""
 
     dim: int
     dims: int

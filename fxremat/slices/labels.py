@@ -22,7 +22,7 @@ from enum import Enum
 
 
 class Mark(Enum):
-    """What a slice has of a tensor that is not cut."""
+    """The part that a slice has of a tensor that is not cut."""
 
     WHOLE = "whole"  # the whole tensor, equal in all slices
     SUM = "sum"  # one summand of the tensor, which is the sum over all slices

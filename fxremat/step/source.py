@@ -1,4 +1,4 @@
-"""Where ops come from in the user's model: the module and the source line, and one name for the modules of several ops.
+"""The origin of ops in the user's model: the module and the source line, and one name for the modules of several ops.
 """
 
 from __future__ import annotations

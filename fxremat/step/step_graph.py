@@ -39,7 +39,7 @@ class Origin(Enum):
 
 
 class Kind(Enum):
-    """How an op is executed."""
+    """The way in which an op is executed."""
 
     KERNEL = "kernel"  # one of PyTorch's own kernels
     COLLECTIVE = "collective"  # communication that all ranks run in the same order

@@ -32,7 +32,7 @@ from fxremat.transfers.copies import CopyIn, CopyOut, TimedCopies, durations, ne
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is stored on the host: parameters with their optimizer state, and activations until the backward."""
+    """A choice of what the host stores: parameters with their optimizer state, and activations until the backward."""
 
     hosted: frozenset[int]  # parameters that are stored on the host
     # of these, the parameters that are also freed on the device between forward and backward (copied in twice a step)

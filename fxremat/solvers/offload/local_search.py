@@ -28,7 +28,7 @@ _Key = tuple[Value, int]  # a trip to the host: its value, and its index among t
 
 
 class Verdict(Protocol):
-    """What the search reads of a simulated schedule."""
+    """The figures of a simulated schedule that the search reads."""
 
     @property
     def time(self) -> float: ...

@@ -27,7 +27,7 @@ _MORE = 8  # number of micro-batches beyond those that fill the pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the simulation found: micro-batches in flight, and memory."""
+    """The result of the simulation: micro-batches in flight, and memory."""
 
     in_flight: tuple[int, ...]  # for each stage, the most micro-batches between forward and backward
     memory: tuple[float, ...]  # bytes of each device
