@@ -7,6 +7,9 @@
     python -m benchmarks.gpu_first_hour auto         mem="auto" in training loops on a device made small
     python -m benchmarks.gpu_first_hour offload      activations and weights in pinned memory
     python -m benchmarks.gpu_first_hour inductor     compiled regions beside torch.compile
+    python -m benchmarks.gpu_first_hour by_hand      checkpointed blocks beside fxremat in the same memory
+    python -m benchmarks.gpu_first_hour estimates    what is estimated of this card without it, beside what it does
+    python -m benchmarks.gpu_first_hour fitted       answers of `fxremat fits` beside processes that train so
     python -m benchmarks.gpu_first_hour all          all of them, in this order; `memory first` are two of them
 
 JSON is written to the folder $OUT, or to benchmarks/results/gpu_first_hour, with GPU, releases and date. What a JSON
@@ -34,7 +37,10 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import torch
 
 from benchmarks.first_hour.auto import auto
+from benchmarks.first_hour.by_hand import by_hand
+from benchmarks.first_hour.estimates import estimates
 from benchmarks.first_hour.facts import facts
+from benchmarks.first_hour.fitted import fitted
 from benchmarks.first_hour.inductor import inductor
 from benchmarks.first_hour.memory import first, memory
 from benchmarks.first_hour.numbers import numbers
@@ -53,6 +59,9 @@ PARTS: dict[str, Callable[..., list[Row]]] = {
     "auto": auto,
     "offload": offload,
     "inductor": inductor,
+    "by_hand": by_hand,
+    "estimates": estimates,
+    "fitted": fitted,
 }
 
 

@@ -14,6 +14,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -1474,3 +1475,69 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
         plain = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device="meta")
         order, _ = compute_elementwise_output_logical_to_physical_perm(plain)
     return [int(dimension) for dimension in order]
+
+
+@dataclass(frozen=True)
+class TritonLaunch:
+    """A user's Triton kernel with its constants, as torch keeps them in the tables of this process.
+
+    `torch._higher_order_ops.triton_kernel_wrap` has the tables and the op that launches (torch 2.11 to 2.15).
+    """
+
+    kernel_number: int
+    constants_number: int
+    descriptors: Mapping[str, Any]  # of the tensor memory accelerator, by the name of an argument
+
+    @property
+    def kernel(self) -> Any:
+        """The kernel, as it is after `triton.jit` and `triton.autotune`."""
+        return _triton_wrapper().kernel_side_table.get_kernel(self.kernel_number)
+
+    @property
+    def constants(self) -> Mapping[str, Any]:
+        """The arguments that are no tensors and no numbers, by name."""
+        return cast(Mapping[str, Any], _triton_wrapper().kernel_side_table.get_constant_args(self.constants_number))
+
+    def run(self, grid: Any, arguments: Mapping[str, Any]) -> None:
+        """Launch the kernel, which writes to some of the arguments; of fake tensors nothing is launched."""
+        _triton_wrapper().triton_kernel_wrapper_mutation(
+            kernel_idx=self.kernel_number,
+            constant_args_idx=self.constants_number,
+            grid=grid,
+            tma_descriptor_metadata=self.descriptors,
+            kwargs=arguments,
+        )
+
+
+def captured_triton_launches(graph: fx.Graph) -> list[tuple[fx.Node, TritonLaunch]]:
+    """Return the nodes that launch users' Triton kernels, and what they launch.
+
+    Such a node has the keyword arguments kernel_idx, constant_args_idx, grid, tma_descriptor_metadata, kwargs and
+    tensors_to_clone, and returns a dict with copies of the last ones (torch 2.11 to 2.15).
+    """
+    name = "triton_kernel_wrapper_functional"
+    nodes = [node for node in graph.nodes if getattr(node.target, "_name", "") == name]
+    return [
+        (
+            node,
+            TritonLaunch(
+                node.kwargs["kernel_idx"],
+                node.kwargs["constant_args_idx"],
+                node.kwargs["tma_descriptor_metadata"],
+            ),
+        )
+        for node in nodes
+    ]
+
+
+def clone_with_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the same strides, gaps included; `clone` drops them (torch 2.11 to 2.15)."""
+    from torch._prims_common import clone_preserve_strides
+
+    return cast(torch.Tensor, clone_preserve_strides(tensor))
+
+
+def _triton_wrapper() -> Any:
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    return triton_kernel_wrap

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -45,10 +46,10 @@ def facts(size: GpuSize = "gpu", limit: float | None = None) -> list[Row]:
 
 def _driver() -> Row:
     file = Path("/proc/driver/nvidia/version")
-    known = file.read_text().splitlines()[0].split(":")[-1].split() if file.exists() else ["?"]
+    known = re.search(r"\d+\.\d+(\.\d+)?", file.read_text()) if file.exists() else None
     major, minor = torch.cuda.get_device_capability()
     total = torch.cuda.mem_get_info()[1]
-    found = f"{' '.join(known)}; compute capability {major}.{minor}; {total / 1e9:.1f} GB"
+    found = f"{known[0] if known else '?'}; compute capability {major}.{minor}; {total / 1e9:.1f} GB"
     return {"found": f"{found}; cuDNN {torch.backends.cudnn.version()}"}
 
 

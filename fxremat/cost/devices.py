@@ -56,6 +56,13 @@ class Device:
         return self.name
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which it is found: its own, and with its memory as drivers report it ("H100 80GB HBM3")."""
+        if self.memory is None:
+            return (self.name,)
+        return self.name, f"{self.name} {round(self.memory / 2**30)}GB"
+
+    @property
     def torch_device(self) -> torch.device:
         """A PyTorch device of the same type, "cuda" or "cpu"."""
         import torch  # imported here so that `fxremat devices` works without torch
@@ -71,16 +78,19 @@ class Device:
     def named(cls, name: str | Device) -> Device:
         """Return a known device by name; a `Device` is returned unchanged.
 
-        Case, spaces, dashes and the maker's name do not matter. Raises `FxrematError` for an unknown name.
+        Case, spaces, dashes and the maker's name do not matter, and what a driver reports is a name too.
+        Raises `FxrematError` for an unknown name.
 
         >>> [Device.named(name).name for name in ("RTX 4090", "rtx-4090", "4090", "NVIDIA GeForce RTX 4090")]
         ['RTX-4090', 'RTX-4090', 'RTX-4090', 'RTX-4090']
+        >>> [Device.named(name).name for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB", "NVIDIA H200")]
+        ['H100', 'A100-40GB', 'H200']
         >>> Device.named("H100").memory // 2**20  # MiB
         81559
         """
         if isinstance(name, Device):
             return name
-        by_key = {_key(known): known for known in DEVICES}
+        by_key = {_key(alias): known for known, device in DEVICES.items() for alias in device.names}
         key = _key(str(name))
         if key not in by_key:
             near = difflib.get_close_matches(key, by_key, n=1)
@@ -92,8 +102,8 @@ class Device:
 
 
 def _key(name: str) -> str:
-    """Return the letters and digits of a device's name, without the maker's name and the product line."""
-    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|amd|instinct|rtx", "", name.lower())
+    """Return the letters and digits of a device's name, without maker, product line, socket and kind of memory."""
+    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|amd|instinct|rtx|sxm\d?|hbm\d?e?", "", name.lower())
 
 
 def _mib(amount: int) -> int:

@@ -276,6 +276,11 @@ class _Reader:
         origin = Origin.BACKWARD if node in self.late else Origin.FORWARD
         if isinstance(node.meta.get("val"), (torch.Tensor, *NUMBERS)):
             return (self._new_value(node, origin),)
+        if isinstance(node.meta.get("val"), Mapping):
+            raise CaptureError(
+                f"{node.name} ({node.target}) returns a dict; of such ops only launches of Triton kernels can be planned, "
+                "and not for another compiler"
+            )
         written: list[int] = []
         seen: dict[int, int] = {}
         for item in [user for user in node.users if user.target is operator.getitem]:

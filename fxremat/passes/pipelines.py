@@ -36,6 +36,7 @@ from fxremat.passes.numbers import copy_views_by_number, refuse_symbols
 from fxremat.passes.seeded_dropout import draw_from_seeds
 from fxremat.passes.sharding import share
 from fxremat.passes.tangents import reshape_gradients
+from fxremat.passes.triton_kernels import launch_as_ops
 
 log = logging.getLogger("fxremat.passes")
 SKIPPED = "FXREMAT_SKIP_PASSES"
@@ -73,6 +74,7 @@ PASSES: Mapping[str, Pass] = {
         share,
         wait_at_once,
         drop_detach,
+        launch_as_ops,
         drop_running_statistics,
         reshape_gradients,
         drop_as_eager,
@@ -85,16 +87,17 @@ PASSES: Mapping[str, Pass] = {
     )
 }
 
-_FIRST = ("share", "wait_at_once", "drop_detach", "drop_running_statistics", "reshape_gradients")
+_FIRST = ("share", "wait_at_once", "drop_detach", "launch_as_ops", "drop_running_statistics", "reshape_gradients")
 _FOR_REGIONS = ("copy_views_by_number", "convolve_channels_last", "halve", "note_overwriting")
-_AS_GIVEN = ("wait_at_once", "drop_detach", "drop_running_statistics", "copy_views_by_number")
+_FOR_COMPILERS = ("wait_at_once", "drop_detach", "drop_running_statistics", "copy_views_by_number")
+_AS_GIVEN = (*_FOR_COMPILERS, "launch_as_ops")
 PIPELINES: Mapping[str, tuple[str, ...]] = {
     "any device": (*_FIRST, "drop_as_eager", "copy_views_by_number", "note_overwriting"),
     "eager": (*_FIRST, "drop_as_eager", "copy_views_by_number", "halve_exactly", "note_overwriting"),
     "inductor": (*_FIRST, "drop_as_eager", *_FOR_REGIONS),
     "as given": (*_AS_GIVEN, "halve_exactly"),
     "as given, measured": (*_AS_GIVEN, "halve_exactly", "note_overwriting"),
-    "for compilers": _AS_GIVEN,
+    "for compilers": _FOR_COMPILERS,
     "inductor from seeds": (*_FIRST, "draw_from_seeds", *_FOR_REGIONS),
 }
 

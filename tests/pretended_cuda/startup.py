@@ -46,8 +46,8 @@ def _with_attention(_: ModuleType) -> None:
 
 
 def _with_any_gradient(parameters: ModuleType) -> None:
-    parameters.check_unscaled  # raises where it has another name now  # noqa: B018
-    parameters.check_unscaled = lambda gradients: None  # type: ignore[attr-defined]
+    parameters.Weights.check_unscaled  # raises where it has another name now  # noqa: B018
+    parameters.Weights.check_unscaled = lambda weights, gradients: None
 
 
 ADAPT: Mapping[str, Callable[[ModuleType], None]] = {

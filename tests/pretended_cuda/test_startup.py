@@ -20,9 +20,11 @@ pytestmark = pytest.mark.long
 
 ASKS = """
 import torch
-from fxremat.ops.parameters import check_unscaled
+from fxremat.ops.parameters import Weights
 from tests.pretended_cuda import attention
-check_unscaled([torch.tensor(0.5)])
+weights = Weights.__new__(Weights)
+weights.later = False
+weights.check_unscaled([torch.tensor(0.5)])
 print("adapted", len(attention._libraries))
 """
 IN_A_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ASKS!r}], check=True)"
@@ -59,9 +61,11 @@ def test_what_is_imported_already_cannot_be_adapted() -> None:
 
 
 def test_a_check_of_another_name_is_missed() -> None:
-    assert callable(parameters.check_unscaled)
+    assert callable(parameters.Weights.check_unscaled)
+    renamed = ModuleType("renamed")
+    renamed.Weights = type("Weights", (), {})  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="check_unscaled"):
-        ADAPT["fxremat.ops.parameters"](ModuleType("renamed"))
+        ADAPT["fxremat.ops.parameters"](renamed)
 
 
 @pytest.mark.parametrize("program", [ASKS, IN_A_CHILD], ids=["itself", "child"])
