@@ -8,12 +8,14 @@ module  = drop_in(model, options)               the model that users train; it i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Unpack
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from fxremat.compilers.planning import pass_options, pipeline_of, step_of
 from fxremat.compilers.reading import NO_MARKS, is_marked, read_given
@@ -26,6 +28,7 @@ from fxremat.plans import Plan
 from fxremat.profiles import Profile, profile_of
 from fxremat.runtime.module import Rematerialized, captured, drop_in, plan_now
 from fxremat.runtime.shapes_alone import Call, refuse_without_data, with_fakes
+from fxremat.runtime.target_casts import casts_of
 from fxremat.settings import Loss, Search
 from fxremat.step.step_graph import StepGraph
 from fxremat.what_if import Comparison, Devices, compared
@@ -209,7 +212,15 @@ def _plan(model: nn.Module, call: Call, **options: Any) -> Plan:
 
 
 def _capture(model: nn.Module, call: Call, settings: Options) -> CapturedStep:
-    return captured(drop_in(model, settings, settings.device), *call)
+    elsewhere = settings.device if settings.device is not None and _on_cpu(model, call) else None
+    with casts_of(elsewhere) if elsewhere else contextlib.nullcontext():
+        return captured(drop_in(model, settings, settings.device), *call)
+
+
+def _on_cpu(model: nn.Module, call: Call) -> bool:
+    """Tell whether all tensors of a model and its inputs are on the CPU."""
+    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)]
+    return all(tensor.device.type == "cpu" for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def _checked(model: object) -> nn.Module:

@@ -1541,3 +1541,45 @@ def _triton_wrapper() -> Any:
     from torch._higher_order_ops import triton_kernel_wrap
 
     return triton_kernel_wrap
+
+
+def autocast_ops(key: str) -> dict[str, Any]:
+    """Return the ops for which autocast has a kernel, by name without "aten::"; `key` is AutocastCPU or AutocastCUDA.
+
+    Every build of torch registers those of CUDA too (`torch._C._dispatch_get_registrations_for_dispatch_key`; torch
+    2.11 to 2.15).
+    """
+    found = {}
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if op is not None:
+            found[name.removeprefix("aten::")] = op
+    return found
+
+
+@contextlib.contextmanager
+def new_kernels(kernels: Mapping[Any, Callable[..., Any]], key: str) -> Iterator[None]:
+    """Register kernels of ops (`OpOverload`) for a dispatch key for which they have none.
+
+    A key for which an op has no kernel is left out of its dispatch, so that `composite_kernels` would not be asked.
+    `Library._destroy` takes the kernels back, and `_dispatch_cache` caches lookups (torch 2.11 to 2.15).
+    """
+    library = torch.library.Library("aten", "IMPL", key)
+    try:
+        for op, kernel in kernels.items():
+            library.impl(op, kernel)
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        library._destroy()
+        for op in kernels:
+            op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def without_autocast_key() -> Iterator[None]:
+    """Within this context, ops on a CPU skip autocast, as its own kernels let them (torch 2.11 to 2.15)."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        yield
