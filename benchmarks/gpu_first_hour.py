@@ -16,8 +16,7 @@ JSON is written to the folder $OUT, or to benchmarks/results/gpu_first_hour, wit
 has from the same GPU, releases and allocator is not measured again, and no case begins after `--limit` seconds (540):
 where a call may take ten minutes, repeat it until it says no more that something is left.
 
-In Python: `import benchmarks.gpu_first_hour as hour; hour.memory(("gpt odd",), ("60%",))`. A script also does, in the
-root of the repository: `PYTHONPATH=. python benchmarks/gpu_first_hour.py facts`.
+In Python: `import benchmarks.gpu_first_hour as hour; hour.memory(("gpt odd",), ("60%",))`.
 """
 
 from __future__ import annotations

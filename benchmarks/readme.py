@@ -9,10 +9,12 @@ import json
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from . import combinations, fits, kernel_starts, kernels_page, offload, slices_page
 from .alternatives import rows, verdict
+from .first_hour import page as gpu_page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -168,7 +170,7 @@ def _offload(record: str) -> str:
     return "\n".join([*sentences, "", more])
 
 
-DOCS = ("shapes", "distributed", "slices", "kernels", "combinations", "fits")
+DOCS = ("gpu", "shapes", "distributed", "slices", "kernels", "combinations", "fits")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 PARTS: dict[str, Callable[[str], str]] = {
     "quickstart.txt": _quickstart,
@@ -183,6 +185,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "offload.json": _offload,
     "combinations.json": combinations.page,
     "fits.json": fits.page,
+    **{f"gpu_first_hour/{name}.json": partial(gpu_page.table, name) for name in gpu_page.COLUMNS},
 }
 
 

@@ -1530,6 +1530,11 @@ def captured_triton_launches(graph: fx.Graph) -> list[tuple[fx.Node, TritonLaunc
     ]
 
 
+def launches_in_place(node: fx.Node) -> bool:
+    """Tell whether a node launches a user's Triton kernel that overwrites its arguments (torch 2.11 to 2.15)."""
+    return getattr(node.target, "_name", "") == "triton_kernel_wrapper_mutation"
+
+
 def clone_with_strides(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with the same strides, gaps included; `clone` drops them (torch 2.11 to 2.15)."""
     from torch._prims_common import clone_preserve_strides

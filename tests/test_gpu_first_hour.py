@@ -50,7 +50,7 @@ def test_calls_of_the_page_are_those_of_the_programs() -> None:
         assert (limit, python) == ("timeout", "python")
         assert int(seconds) <= 600
         match call:
-            case ["benchmarks/gpu_first_hour.py", *arguments]:
+            case ["-m", "benchmarks.gpu_first_hour", *arguments]:
                 parts += gpu_first_hour.parts_of(gpu_first_hour.parser().parse_args(arguments).parts)
             case ["-m", "benchmarks.gpu", *arguments]:
                 models_called += gpu.parser().parse_args(arguments).models.split(",")

@@ -84,8 +84,6 @@ class Answer:
         notes.append(f"reserve: 5 % of what is allocated, estimated for {OWN_ALLOCATOR}")
         if self.training.shard is not None:
             notes.append(f"{self.training.shard}: by formula of what PyTorch keeps; nothing of it was captured")
-        if self.training.dtype == "autocast":
-            notes.append("autocast: as PyTorch casts on a CPU, which keeps a few ops in bfloat16 that CUDA casts")
         if self.room.step.assumed:
             notes.append(self.room.step.assumed)
         return [*notes, *self.loaded.notes]

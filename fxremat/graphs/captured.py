@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxremat.errors import FxrematError
+from fxremat.errors import CaptureError, FxrematError
 from fxremat.graphs.batch_norm import again_inputs, made_again
 from fxremat.graphs.collectives import is_collective
 from fxremat.graphs.names import model_of, parameter_of, sources_of
@@ -278,8 +278,8 @@ class _Reader:
             return (self._new_value(node, origin),)
         if isinstance(node.meta.get("val"), Mapping):
             raise CaptureError(
-                f"{node.name} ({node.target}) returns a dict; of such ops only launches of Triton kernels can be planned, "
-                "and not for another compiler"
+                f"{node.name} ({node.target}) returns a dict; of such ops only launches of Triton kernels can be "
+                "planned, and not for another compiler"
             )
         written: list[int] = []
         seen: dict[int, int] = {}

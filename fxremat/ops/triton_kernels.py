@@ -86,7 +86,7 @@ class Launch:
         return self
 
     def __str__(self) -> str:
-        """The kernel, and a digest of its code and of what is constant; the same in every process."""
+        """Return the name of the kernel and a digest of its code and of what is constant, the same in every process."""
         fixed = (self.grid, sorted(self.arguments.items()), self.written, sorted(self.buffers.items()))
         text = f"{_code(self.launch.kernel)} {sorted(self.launch.constants.items())} {fixed}"
         name = getattr(_function(self.launch.kernel), "__name__", "kernel")

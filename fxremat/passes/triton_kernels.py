@@ -8,7 +8,7 @@ that only the kernel reads is allocated by the op: it is not copied.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -29,29 +29,29 @@ def launch_as_ops(graph: fx.Graph) -> None:
 
 
 def _replace(node: fx.Node, launch: TritonLaunch) -> None:
-    given: dict[str, Any] = dict(node.kwargs["kwargs"])  # type: ignore[call-overload]
-    written: list[str] = [name for name in given if name in node.kwargs["tensors_to_clone"]]  # type: ignore[operator]
+    options: Any = node.kwargs
+    given: dict[str, Any] = dict(options["kwargs"])
+    written = [name for name in given if name in options["tensors_to_clone"]]
     buffers = {name: Buffer.like(given[name].meta["val"]) for name in written if _is_buffer(given[name], node)}
     operands: dict[fx.Node, Operand] = {}
 
     def held(value: Any) -> Any:
         return operands.setdefault(value, Operand(len(operands))) if isinstance(value, fx.Node) else value
 
-    grid = tree_map(held, node.kwargs["grid"])
+    grid = tree_map(held, options["grid"])
     arguments = {name: None if name in buffers else held(value) for name, value in given.items()}
-    target = Launch(launch, grid, arguments, written, buffers)
     with node.graph.inserting_before(node):
-        made = node.graph.call_function(target, tuple(operands))
-    made.meta = dict(node.meta)
-    made.meta["val"] = tuple(node.meta["val"][name] for name in written)
+        made = node.graph.call_function(Launch(launch, grid, arguments, written, buffers), tuple(operands))
+    made.meta = dict(node.meta) | {"val": tuple(node.meta["val"][name] for name in written)}
     for item in list(node.users):
-        item.args = (made, written.index(item.args[1]))  # type: ignore[arg-type]
+        name: Any = item.args[1]
+        item.args = (made, written.index(name))
     node.graph.erase_node(node)
 
 
 def _is_buffer(value: fx.Node, node: fx.Node) -> bool:
     """Tell whether an argument is a tensor of known sizes that was allocated for this argument alone."""
-    shown = value.meta["val"]
+    shown, options = value.meta["val"], cast(Any, node.kwargs)
     known = not any(isinstance(size, torch.SymInt) for size in (*shown.shape, *shown.stride()))
-    given = [*node.kwargs["kwargs"].values()]  # type: ignore[union-attr]
+    given = [*options["kwargs"].values()]
     return known and value.target in EMPTY and [*value.users] == [node] and given.count(value) == 1

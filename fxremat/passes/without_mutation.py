@@ -20,7 +20,7 @@ from fxremat.graphs.cudnn_batch_norm import CUDNN
 from fxremat.graphs.nodes import tangents_in, tensors_of
 from fxremat.ops import random as random  # imported for its effect: it registers an op
 from fxremat.passes.evaluate import evaluate, show_views
-from fxremat.torch_private import storage_of
+from fxremat.torch_private import launches_in_place, storage_of
 
 aten = torch.ops.aten
 
@@ -103,6 +103,8 @@ def _overwrites(node: fx.Node) -> bool:
     """Tell whether an op overwrites an argument; BatchNorms in training do, although their schemas do not say so."""
     if node.target in STATISTICS:
         return node.args[3] is not None and node.args[5] is not False
+    if launches_in_place(node):
+        return True
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
@@ -111,7 +113,7 @@ def _bases(node: fx.Node) -> list[fx.Node]:
     if node.target in STATISTICS:
         found = list(node.args[3:5]) if STATISTICS[node.target][0] is not None else []
     else:
-        found = list(node.args[:1]) if _functional(node.target) is not None else []
+        found = list(node.args[:1]) if not launches_in_place(node) and _functional(node.target) is not None else []
     nodes = [base for base in found if isinstance(base, fx.Node) and base.op != "get_attr"]
     return nodes if len(nodes) == len(found) else []
 

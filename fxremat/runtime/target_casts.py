@@ -22,30 +22,46 @@ from fxremat.torch_private import autocast_ops, composite_kernels, new_kernels, 
 
 Kernel = Callable[..., Any]
 
-LOWER = frozenset(
-    "_convolution convolution chain_matmul linalg_multi_dot einsum addmv addr mv gru_cell lstm_cell rnn_relu_cell "
-    "rnn_tanh_cell _thnn_fused_gru_cell _thnn_fused_lstm_cell _scaled_dot_product_flash_attention cudnn_convolution "
-    "cudnn_convolution_transpose".split()
+
+def _names(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+LOWER = _names(
+    """
+    _convolution convolution chain_matmul linalg_multi_dot einsum addmv addr mv gru_cell lstm_cell rnn_relu_cell
+    rnn_tanh_cell _thnn_fused_gru_cell _thnn_fused_lstm_cell _scaled_dot_product_flash_attention cudnn_convolution
+    cudnn_convolution_transpose
+    """
 )
 """Ops that CUDA casts to the lower precision, and a CPU does not."""
 
-SINGLE = frozenset(
-    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Scalar pow.Tensor_Scalar "
-    "pow.Tensor_Tensor softplus layer_norm native_layer_norm group_norm rms_norm frobenius_norm.dim nuclear_norm "
-    "nuclear_norm.dim norm.Scalar norm.ScalarOpt_dim cosine_similarity dist pdist renorm logsumexp "
-    "upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d "
-    "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d "
-    "upsample_bicubic2d _upsample_bicubic2d_aa".split()
+SINGLE = _names(
+    """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Scalar pow.Tensor_Scalar
+    pow.Tensor_Tensor softplus layer_norm native_layer_norm group_norm rms_norm frobenius_norm.dim nuclear_norm
+    nuclear_norm.dim norm.Scalar norm.ScalarOpt_dim cosine_similarity dist pdist renorm logsumexp upsample_nearest1d
+    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+    upsample_bicubic2d _upsample_bicubic2d_aa
+    """
 )
 """Ops that CUDA casts to float32, and a CPU does not."""
 
-SINGLE_UNLESS_ASKED = frozenset(
-    "softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList linalg_vector_norm linalg_matrix_norm "
-    "linalg_matrix_norm.str_ord".split()
+SINGLE_UNLESS_ASKED = _names(
+    """
+    softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord
+    """
 )
 """Ops whose result CUDA makes float32 unless the call names a dtype."""
 
-PROMOTED = frozenset("addcdiv addcmul atan2 bilinear cross dot index_put scatter_add tensordot vdot".split())
+PROMOTED = _names(
+    """
+    addcdiv addcmul atan2 bilinear cross dot index_put scatter_add tensordot vdot
+    """
+)
 """Ops whose tensors CUDA casts to the widest type among them."""
 
 

@@ -78,7 +78,7 @@ def hour(tmp_path_factory: pytest.TempPathFactory) -> Hour:
     ENVIRONMENT.build()
     folder = tmp_path_factory.mktemp("first-hour")
     options = ["--size", "small", "--limit", "3600"]
-    return Hour(output=_run(folder, "benchmarks/gpu_first_hour.py", "all", *options), folder=folder)
+    return Hour(output=_run(folder, "-m", "benchmarks.gpu_first_hour", "all", *options), folder=folder)
 
 
 @pytest.mark.parametrize("name", gpu_first_hour.PARTS)
