@@ -12,23 +12,23 @@ earlier micro-batches are needed in addition.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
 from fxremat.budget import AUTO_MARGIN
 from fxremat.cost.devices import Device
-from fxremat.cost.updates import measure_update
+from fxremat.cost.optimizer_memory import memory_of_optimizer
 from fxremat.graphs.accounting import rounded
 from fxremat.graphs.captured import Captured, inputs_of
 from fxremat.graphs.names import parameter_of
 from fxremat.ops.parameters import ELEMENTWISE
 from fxremat.step.step_graph import Origin
-from fxremat.torch_private import real_tensors, unprofiled
+from fxremat.torch_private import fake_mode
 from fxremat.units import format_bytes
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -38,7 +38,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 """Optimizers that users can name: the class, and the settings on which the size of its state depends."""
 
 USUAL = "adamw"  # the optimizer that is assumed if none is named
-SAMPLE = 1 << 16  # number of elements of the parameter whose update is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,20 +145,15 @@ def memory_on(device: Device, joint: Captured, optimizer: torch.optim.Optimizer 
     name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__ if optimizer else ""
     if joint.updates_of:
         return DeviceMemory(device=device, optimizer=f"{name}'s is in the peak", given=given)
-    kind, settings = _described(optimizer or USUAL)
-    state = stepping = 0
-    for node in _trained(joint):
-        tensor: torch.Tensor = node.meta["val"]
-        size = rounded(tensor.numel() * tensor.element_size(), block)
-        copies, temporaries = _copies(kind, settings, tensor.dtype)
-        state += int(copies * size)
-        stepping += int((1 + temporaries) * size)
+    trained = _trained(joint)
+    held = memory_of_optimizer(_optimizer_of(trained, optimizer), partial(rounded, device=block), foreach=True)
+    gradients = sum(rounded(node.meta["val"].numel() * node.meta["val"].element_size(), block) for node in trained)
     return DeviceMemory(
         device=device,
         optimizer=name or f"{OPTIMIZERS[USUAL][0].__name__}, assumed",
         given=given,
-        state=state,
-        stepping=stepping,
+        state=held.state,
+        stepping=gradients + held.update,
     )
 
 
@@ -170,28 +164,13 @@ def _trained(joint: Captured) -> list[fx.Node]:
     return [node for node in found if parameter_of(node)] or found
 
 
-def _described(optimizer: torch.optim.Optimizer | str) -> tuple[Any, tuple[Any, ...]]:
-    """Return the class of an optimizer, and its settings in a hashable form."""
-    if isinstance(optimizer, str):
-        kind, settings = OPTIMIZERS[optimizer.lower()]
-    else:
-        kind, settings = type(optimizer), {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    return kind, tuple((name, value) for name, value in settings.items() if not isinstance(value, torch.Tensor))
-
-
-@lru_cache
-def _copies(kind: Any, settings: tuple[Any, ...], dtype: torch.dtype) -> tuple[float, float]:
-    """Return bytes of optimizer state, and bytes that an update allocates, as multiples of the parameter's bytes.
-
-    They are measured on PyTorch's own optimizer of class `kind`, with foreach=True unless set otherwise, as on
-    CUDA.
-    """
-    chosen = dict(settings)
-    if chosen.get("foreach") is None and not chosen.get("fused"):
-        chosen["foreach"] = True
-    with real_tensors():
-        parameter = torch.zeros(SAMPLE, dtype=dtype)
-        optimizer = kind([nn.Parameter(torch.zeros(1))])
-    optimizer.param_groups[0].update(chosen)
-    _, state, workspace = unprofiled(partial(measure_update, optimizer, parameter))
-    return state / parameter.nbytes, round(workspace / parameter.nbytes, 2)
+def _optimizer_of(
+    trained: Iterable[fx.Node], optimizer: torch.optim.Optimizer | str | None
+) -> torch.optim.Optimizer:
+    """Return the optimizer, or one of this name of parameters like the trained ones, without data."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    kind, settings = OPTIMIZERS[(optimizer or USUAL).lower()]
+    with fake_mode():
+        alike = [nn.Parameter(torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)) for node in trained]
+        return cast(Any, kind)(alike or [nn.Parameter(torch.empty(0))], **settings)  # type: ignore[no-any-return]

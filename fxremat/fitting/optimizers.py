@@ -1,27 +1,18 @@
-"""Memory of an optimizer: what it keeps for each parameter, and what an update allocates.
-
-The optimizer itself takes two steps on fake tensors, one of each shape and type of the model's parameters, and all
-that it allocates is counted. So nothing is computed, and the sizes are its own.
-"""
+"""Memory of the optimizers that `fxremat fits` knows by name."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from fxremat.cost.optimizer_memory import OptimizerMemory, Optimizers, Rounding, memory_of_one
 from fxremat.errors import FxrematError
 from fxremat.torch_private import fake_mode
-
-Rounding = Callable[[int], int]  # the bytes that the device's allocator counts for a tensor of so many bytes
-Optimizers = list[torch.optim.Optimizer]
 
 CODE = {
     "adamw": "torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)",
@@ -31,14 +22,6 @@ CODE = {
     "muon": "torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-5, fused=True)",
 }
 """The lines that make the optimizers whose memory is counted; Muon updates matrices, and AdamW all else."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerMemory:
-    """The bytes of an optimizer on the device."""
-
-    state: int
-    update: int  # what an update allocates on top of weights, gradients and state
 
 
 def memory_of(name: str, trained: Mapping[str, Tensor], rounding: Rounding) -> OptimizerMemory:
@@ -57,43 +40,10 @@ def memory_of(name: str, trained: Mapping[str, Tensor], rounding: Rounding) -> O
     with fake_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of optimizers that tell of their own future
         for (shape, dtype, table), count in kinds.items():
-            one, its_update = _of_one(_MAKERS[name], shape, dtype, table, rounding)
-            state += count * one
-            update = max(update, its_update)  # parameters are updated one after the other, or without temporaries
+            one = memory_of_one(partial(_made, name, table), shape, dtype, rounding)
+            state += count * one.state
+            update = max(update, one.update)  # parameters are updated one after the other, or without temporaries
     return OptimizerMemory(state=state, update=update)
-
-
-def _of_one(
-    make: Callable[[Sequence[nn.Parameter], bool], Optimizers],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    table: bool,
-    rounding: Rounding,
-) -> tuple[int, int]:
-    """Return the bytes of state and of an update for a parameter of this shape."""
-    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
-    optimizers = make([parameter], table)
-    parameter.grad = torch.zeros(shape, dtype=dtype)
-    with _Meter(rounding):
-        for optimizer in optimizers:
-            optimizer.step()
-    meter = _Meter(rounding)
-    with meter:
-        for optimizer in optimizers:
-            optimizer.step()
-    state = {
-        tensor.untyped_storage()._cdata: rounding(tensor.untyped_storage().nbytes())
-        for optimizer in optimizers
-        for of in optimizer.state.values()
-        for key, tensor in of.items()
-        if isinstance(tensor, Tensor) and not (key == "step" and not _on_device(optimizer))
-    }
-    return sum(state.values()), meter.peak
-
-
-def _on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether the count of steps is a tensor on the parameter's device: where it is not, it stays on the host."""
-    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def _of_bitsandbytes(kinds: Mapping[tuple[Any, ...], int], rounding: Rounding) -> OptimizerMemory:
@@ -117,32 +67,15 @@ def _of_bitsandbytes(kinds: Mapping[tuple[Any, ...], int], rounding: Rounding) -
     return OptimizerMemory(state=state + sum(shared.values()), update=0)
 
 
-class _Meter(TorchDispatchMode):
-    """A count of the bytes that ops allocate, and of their largest sum at a time."""
-
-    def __init__(self, rounding: Rounding) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._rounding, self._alive, self.peak = rounding, dict[int, tuple[StorageWeakRef, int]](), 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0  # the count of steps, which fake tensors do not have
-        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in known:
-                storage = leaf.untyped_storage()
-                self._alive[storage._cdata] = (StorageWeakRef(storage), self._rounding(storage.nbytes()))
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-        return result
-
-
 def _muon(parameters: Sequence[nn.Parameter], table: bool) -> Optimizers:
     matrices = [p for p in parameters if p.dim() == 2 and not table]
     others = [p for p in parameters if p.dim() != 2 or table]
     muon: Optimizers = [torch.optim.Muon(matrices)] if matrices else []
     return [*muon, *([torch.optim.AdamW(others, fused=True)] if others else [])]
+
+
+def _made(name: str, table: bool, parameter: nn.Parameter) -> Optimizers:
+    return _MAKERS[name]([parameter], table)
 
 
 _MAKERS: dict[str, Callable[[Sequence[nn.Parameter], bool], Optimizers]] = {

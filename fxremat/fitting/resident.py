@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxremat.cost.devices import Device
+from fxremat.cost.optimizer_memory import Rounding
 from fxremat.fitting.ledger import WAITING, Resident
 from fxremat.fitting.loaded import Loaded
-from fxremat.fitting.optimizers import Rounding, bytes_of, memory_of
+from fxremat.fitting.optimizers import bytes_of, memory_of
 from fxremat.fitting.settings import Training
 from fxremat.fitting.sharding import shares_of
 from fxremat.fitting.stacks import stacks

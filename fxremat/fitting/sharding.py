@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxremat.fitting.optimizers import Rounding, bytes_of
+from fxremat.cost.optimizer_memory import Rounding
+from fxremat.fitting.optimizers import bytes_of
 
 GATHERED = 2  # layers whose weights are there at a time: the one that runs and the next
 REDUCED = 2  # copies of a layer's gradients: as they are made, and as they are sent

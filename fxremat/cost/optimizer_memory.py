@@ -1,0 +1,150 @@
+"""Memory of an optimizer: what it keeps for each parameter, and what an update allocates.
+
+The optimizer itself takes two steps on fake tensors, one of each shape and type of the model's parameters, and all
+that it allocates is counted. So nothing is computed, and the sizes are its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fxremat.torch_private import fake_mode, real_tensors
+
+Rounding = Callable[[int], int]  # the bytes that the device's allocator counts for a tensor of so many bytes
+Optimizers = list[torch.optim.Optimizer]
+SAMPLE = 1 << 16  # number of elements of the parameter that is updated to measure updates of all parameters at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerMemory:
+    """The bytes of an optimizer on the device."""
+
+    state: int
+    update: int  # what an update allocates on top of weights, gradients and state
+
+
+def memory_of_optimizer(optimizer: torch.optim.Optimizer, rounding: Rounding, *, foreach: bool) -> OptimizerMemory:
+    """Return what an optimizer keeps and allocates for its parameters that are trained; nothing is computed.
+
+    Args:
+        foreach: it updates all parameters at once unless it is told otherwise, as PyTorch's optimizers do on CUDA.
+    """
+    state = update = 0
+    for group in optimizer.param_groups:
+        settings, at_once = _settings(optimizer, group, foreach)
+        kinds: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                kind = tuple(parameter.shape), parameter.dtype
+                kinds[kind] = kinds.get(kind, 0) + 1
+        for (shape, dtype), count in kinds.items():
+            with fake_mode(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of optimizers that tell of their own future
+                one = memory_of_one(partial(_like, optimizer, settings), shape, dtype, rounding)
+            state += count * one.state
+            if at_once:
+                size = rounding(math.prod(shape) * dtype.itemsize)
+                update += math.ceil(count * size * _share_at_once(cast(Any, type(optimizer)), tuple(settings.items()), dtype))
+            else:
+                update = max(update, one.update)
+    return OptimizerMemory(state=state, update=update)
+
+
+def _settings(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], foreach: bool
+) -> tuple[dict[str, Any], bool]:
+    """Return the settings of a group that the optimizer's class takes, and whether it updates all parameters at once.
+    """
+    taken = inspect.signature(type(optimizer).__init__).parameters
+    settings = {key: value for key, value in group.items() if key in taken and key != "params"}
+    settings = {key: float(value) if isinstance(value, Tensor) else value for key, value in settings.items()}
+    at_once = settings.get("foreach")
+    if at_once is None:
+        at_once = foreach and "foreach" in taken and not settings.get("fused")
+    return settings | ({"foreach": False} if "foreach" in taken else {}), bool(at_once)
+
+
+@lru_cache
+def _share_at_once(kind: Any, settings: tuple[tuple[str, Any], ...], dtype: torch.dtype) -> float:
+    """Return what an update of all parameters at once allocates, over their bytes: measured on a small real one.
+
+    Fake tensors do not know all ops on lists of tensors.
+    """
+    with real_tensors(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parameter = nn.Parameter(torch.zeros(SAMPLE, dtype=dtype))
+        optimizer = kind([parameter], **dict(settings) | {"foreach": True})
+        parameter.grad = torch.zeros(SAMPLE, dtype=dtype)
+        optimizer.step()
+        meter = _Meter(lambda size: size)
+        with meter:
+            optimizer.step()
+    return meter.peak / parameter.nbytes
+
+
+def _like(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: nn.Parameter) -> Optimizers:
+    kind: Any = type(optimizer)
+    return [kind([parameter], **settings)]
+
+
+def memory_of_one(
+    make: Callable[[nn.Parameter], Optimizers], shape: tuple[int, ...], dtype: torch.dtype, rounding: Rounding
+) -> OptimizerMemory:
+    """Return the memory of optimizers of one parameter of this shape; they are made and step in the current fake mode.
+    """
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    optimizers = make(parameter)
+    parameter.grad = torch.zeros(shape, dtype=dtype)
+    with _Meter(rounding):
+        for optimizer in optimizers:
+            optimizer.step()
+    meter = _Meter(rounding)
+    with meter:
+        for optimizer in optimizers:
+            optimizer.step()
+    state = {
+        tensor.untyped_storage()._cdata: rounding(tensor.untyped_storage().nbytes())
+        for optimizer in optimizers
+        for of in optimizer.state.values()
+        for key, tensor in of.items()
+        if isinstance(tensor, Tensor) and not (key == "step" and not _on_device(optimizer))
+    }
+    return OptimizerMemory(state=sum(state.values()), update=meter.peak)
+
+
+def _on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether the count of steps is a tensor on the parameter's device: where it is not, it stays on the host."""
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+
+
+class _Meter(TorchDispatchMode):
+    """A count of the bytes that ops allocate, and of their largest sum at a time."""
+
+    def __init__(self, rounding: Rounding) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rounding, self._alive, self.peak = rounding, dict[int, tuple[StorageWeakRef, int]](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0.5  # for the count of steps and the like, which fake tensors do not have
+        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in known:
+                storage = leaf.untyped_storage()
+                self._alive[storage._cdata] = (StorageWeakRef(storage), self._rounding(storage.nbytes()))
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return result
