@@ -55,8 +55,8 @@ def memory_of_optimizer(optimizer: torch.optim.Optimizer, rounding: Rounding, *,
                 one = memory_of_one(partial(_like, optimizer, settings), shape, dtype, rounding)
             state += count * one.state
             if at_once:
-                size = rounding(math.prod(shape) * dtype.itemsize)
-                update += math.ceil(count * size * _share_at_once(cast(Any, type(optimizer)), tuple(settings.items()), dtype))
+                share = _share_at_once(cast(Any, type(optimizer)), tuple(settings.items()), dtype)
+                update += math.ceil(count * rounding(math.prod(shape) * dtype.itemsize) * share)
             else:
                 update = max(update, one.update)
     return OptimizerMemory(state=state, update=update)
@@ -118,14 +118,14 @@ def memory_of_one(
         tensor.untyped_storage()._cdata: rounding(tensor.untyped_storage().nbytes())
         for optimizer in optimizers
         for of in optimizer.state.values()
-        for key, tensor in of.items()
-        if isinstance(tensor, Tensor) and not (key == "step" and not _on_device(optimizer))
+        for tensor in of.values()
+        if isinstance(tensor, Tensor) and (tensor.dim() or _on_device(optimizer))
     }
     return OptimizerMemory(state=sum(state.values()), update=meter.peak)
 
 
 def _on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether the count of steps is a tensor on the parameter's device: where it is not, it stays on the host."""
+    """Tell whether numbers such as the count of steps are on the parameter's device: if not, they are on the host."""
     return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
