@@ -48,17 +48,20 @@ def compile(  # users know the name from torch.compile
         model: any module that torch.compile can capture, as one graph or several. It is not changed.
         mem: the peak of bytes allocated on the model's device during forward and backward, above what was allocated
             when the forward began with every `.grad` None: an int (bytes), "4GiB", "300MB", "60%" of the peak
-            without any recomputation, or "auto" (on CUDA: the free memory). Not required if `plan` is passed.
+            without any recomputation, or "auto" (on CUDA: the free memory). Not required if `plan` or `device_mem`
+            is passed.
         example_inputs: plan now, for these inputs: a tuple of positional arguments, a dict of keyword arguments, or
             one tensor. None: plan at the first training call. Inputs of other sizes are planned when they are passed.
         solver: "auto", or the name of a solver in docs/solvers.md.
         options: see `fxremat.options.Options`.
+            device_mem  instead of `mem`: what the whole training process may have on the device
             plan        a plan saved by `plan.save`, or its path; it is used instead of planning
             dynamic     which input sizes may change, as in torch.compile, or their ranges: docs/shapes.md
             offload     whether activations (Offload(weights=True): also parameters) may be stored on the host
             slices      whether groups of ops may run in slices of the batch or sequence: docs/slices.md
             backend     "inductor" compiles groups of ops: docs/kernels.md
-            optimizer   the optimizer that the step runs, if parameters may be on the host
+            optimizer   the optimizer that the step runs, if parameters may be on the host, or whose state
+                        `device_mem` counts
             costs       "measure" runs ops to measure them; "estimate" does not
             loss        bytes that a loss outside the model allocates
             search      limits of the search for plans
@@ -88,7 +91,7 @@ def plan(
     model: nn.Module,
     example_inputs: Any,
     *,
-    mem: int | str,
+    mem: int | str | None = None,
     solver: str = "auto",
     **options: Unpack[PlanOptions],
 ) -> Plan:
@@ -135,7 +138,7 @@ def capture(
     example_inputs: Any = None,
     *,
     num_fwd_outputs: int | None = None,
-    mem: int | str = "100%",
+    mem: int | str | None = None,
     solver: str = "auto",
     **options: Unpack[PlanOptions],
 ) -> CapturedStep:
@@ -154,12 +157,14 @@ def capture(
     Args:
         model, example_inputs, options: as those of `plan`; the step's plans take them from here.
         num_fwd_outputs: for a joint graph: the number of its outputs that belong to the forward.
-        mem: the budget of `step.plan()`.
+        mem: the budget of `step.plan()`; 100 % unless it or `device_mem` is given.
 
     Raises:
         CaptureError: the model is not one graph (the message names the line); a graph has a node that cannot be
             planned (the message names it); or it has no backward, and no example inputs are given.
     """
+    if mem is None and options.get("device_mem") is None:
+        mem = "100%"
     if isinstance(model, StepGraph):
         seconds: Any = options.pop("costs", None)
         told = seconds if callable(seconds) else None

@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 import torch
 from torch.export import Dim
 
-from fxremat.cost.device_memory import OPTIMIZERS
+from fxremat.cost.device_memory import OPTIMIZERS, Division
 from fxremat.cost.devices import Device
 from fxremat.cost.trace import Timer, Trace
 from fxremat.errors import FxrematError, InvalidBudget
@@ -30,7 +30,7 @@ from fxremat.plans import Plan
 from fxremat.settings import Inductor, Loss, Offload, Search, Slices, Wish, check_wishes
 from fxremat.solvers.registry import JOINS, LISTS, SOLVERS, TABLES
 from fxremat.solvers.registry import NAMES as CHAINS
-from fxremat.units import Budget, parse_budget, shortened
+from fxremat.units import Budget, Bytes, parse_budget, parse_bytes, shortened
 
 PLANNERS = ("auto", *LISTS, *TABLES)  # names of the solvers that plan models
 # names of the chain solvers that can also offload tensors
@@ -45,6 +45,7 @@ Ranges = Mapping[str, Mapping[int, tuple[int, int]]]
 class PlanOptions(TypedDict, total=False):
     """The settings of `Options` except `mem`, `solver` and `plan`, for signatures: `**options: Unpack[PlanOptions]`."""
 
+    device_mem: int | str | None
     dynamic: bool | Sizes | None
     offload: bool | HostTier | Offload
     slices: bool | Slices
@@ -85,6 +86,9 @@ class Options:
 
     Args:
         mem: the budget, in any form that `fxremat.compile` takes. None: the budget of `plan`.
+        device_mem: instead of `mem`, what the training process may have on the device in all, in bytes or as "24GiB":
+            parameters, buffers, inputs, the state of `optimizer`, gradients that wait, on CUDA the context and the
+            allocator's reserve (estimated), and the step, for which `mem` is what all that leaves.
         plan: a saved plan, or the path of its file. It is used without planning if it belongs to the captured step.
             If it does not, that is an error; if `mem` is given, it is a warning, and a new plan is made. Input sizes
             are fixed.
@@ -101,9 +105,9 @@ class Options:
         backend: "eager": PyTorch's own kernels, with bitwise equal results; "inductor", or an `Inductor` with more
             settings: groups of ops of the planned step are compiled.
         optimizer: the optimizer of the model's parameters: SGD, Adam, AdamW, or another that updates each element
-            separately. With offload=Offload(weights=True), the step runs it. If `costs` names a device, its state is
-            counted on that device; it may then be a name, such as "adamw" or "sgd-momentum"; None counts the state of
-            AdamW.
+            separately. With offload=Offload(weights=True), the step runs it. With `device_mem`, or if `costs` names a
+            device, its state is counted on the device; it may then be any optimizer of torch.optim, or a name, such
+            as "adamw" or "sgd-momentum"; None counts the state of AdamW.
         costs: "measure": run each different op. "estimate": count flops and bytes, for a typical device of the
             model's type. The name of a known device, such as "H200", or a `fxremat.Device`: estimate for that device.
             A `fxremat.Trace`: use the seconds of a run recorded with torch.profiler, perhaps on another machine. A
@@ -125,6 +129,7 @@ class Options:
 
     _: KW_ONLY
     mem: int | str | None = None
+    device_mem: int | str | None = None
     plan: Plan | str | os.PathLike[str] | None = None
     solver: str = "auto"
     dynamic: bool | Sizes | None = None
@@ -143,6 +148,8 @@ class Options:
     strict: bool | None = field(default=None, repr=False)
     # memory of the loss outside the model, measured during steps. Set internally.
     loss_seen: SeenLoss | None = field(default=None, repr=False)
+    # what `device_mem` leaves for a step, once that is known. Set internally.
+    division: Division | None = field(default=None, repr=False)
     # True: plan without anything remembered in this process. Set internally.
     pure: bool = field(default=False, repr=False)
     budget: Budget = field(init=False, repr=False)  # the parsed `mem`
@@ -167,7 +174,7 @@ class Options:
         check_wishes("never_again", _several(self.never_again))
         check_wishes("keep", _several(self.keep))
         self._check_plan()
-        self._set("budget", parse_budget(self.mem))
+        self._set("budget", self._budget())
         self._check_backend()
         self._check_optimizer()
         self._check_solver()
@@ -300,10 +307,25 @@ class Options:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
+    def _budget(self) -> Budget:
+        """Return the budget of a step; before `device_mem` is divided, all of it."""
+        if self.device_mem is None:
+            return parse_budget(self.mem)
+        total = Bytes(parse_bytes(self.device_mem))
+        return total if self.division is None else Bytes(self.division.mem)
+
     def _check_plan(self) -> None:
+        if self.device_mem is not None and (self.mem is not None or self.plan is not None):
+            other = "mem" if self.plan is None else "plan"
+            raise FxrematError(
+                "give device_mem, which is for all that the process has on the device, or "
+                f"{other}, which is for a step, not both"
+            )
         if self.plan is None:
-            if self.mem is None:
-                raise InvalidBudget('the budget is missing: give mem, such as mem="4GiB" or mem="60%"')
+            if self.mem is None and self.device_mem is None:
+                raise InvalidBudget(
+                    'the budget is missing: give mem, such as mem="4GiB" or mem="60%", or device_mem="24GiB"'
+                )
             return
         if not isinstance(self.plan, Plan | str | os.PathLike):
             raise FxrematError(f"plan is {shortened(self.plan)}; it is a plan, or the file that plan.save(path) wrote")
@@ -344,12 +366,12 @@ class Options:
             raise FxrematError(
                 "offload=Offload(weights=True) and optimizer go together: the step then updates the parameters itself"
             )
-        if given is not None and not self.hosts_weights and self.device is None:
+        if given is not None and not self.hosts_weights and self.device is None and self.device_mem is None:
             raise FxrematError(
-                'optimizer goes with costs="H100", where its state is counted; or with offload=Offload(weights=True), '
-                "where the step updates the parameters itself: these two go together"
+                'optimizer goes with device_mem or costs="H100", where its state is counted; or with '
+                "offload=Offload(weights=True), where the step updates the parameters itself: these two go together"
             )
-        if isinstance(given, torch.optim.Optimizer):
+        if isinstance(given, torch.optim.Optimizer) and (self.hosts_weights or self.device_mem is None):
             check_optimizer(given)
 
     def _check_solver(self) -> None:
@@ -377,7 +399,7 @@ class Options:
         )
 
 
-HIDDEN = ("loss_seen", "strict", "pure")  # fields of `Options` that are set internally, not by users
+HIDDEN = ("loss_seen", "strict", "pure", "division")  # fields of `Options` that are set internally, not by users
 NAMES = tuple(field.name for field in fields(Options) if field.init and field.name not in HIDDEN)
 RENAMED = {  # option of an earlier version -> what to write now
     "cost": 'costs="estimate"',
@@ -417,7 +439,10 @@ def changed_options(options: Options, mem: int | str | None, **changed: Any) -> 
     """
     for name in changed:
         check_name(name)
-    made = replace(options, plan=None, strict=None, mem=options.mem if mem is None else mem, **changed)
+    if mem is None:
+        made = replace(options, plan=None, strict=None, **changed)
+    else:
+        made = replace(options, plan=None, strict=None, mem=mem, **{"device_mem": None, "division": None} | changed)
     for name, value in made.of_capture.items():
         if value != options.of_capture[name]:
             was, given = shortened(getattr(options, name)), shortened(getattr(made, name))

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import fxremat
 from benchmarks.models.on_gpus import GpuSize
-from fxremat.fitting.ledger import CONTEXT
+from fxremat.cost.device_memory import CONTEXT
 from fxremat.fitting.loaded import Loaded
 from fxremat.settings import Search
 

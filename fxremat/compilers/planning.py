@@ -13,7 +13,7 @@ from fxremat.compilers.reading import Given, read_given
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer
 from fxremat.cost.trace import Timer, Trace
-from fxremat.errors import CaptureError
+from fxremat.errors import CaptureError, FxrematError
 from fxremat.graphs.captured import inputs_of
 from fxremat.host.tier import HostTier
 from fxremat.options import Options, options_of
@@ -38,9 +38,11 @@ class PassOptions(TypedDict, total=False):
     keep: Wish | Sequence[Wish]
 
 
-def pass_options(mem: int | str, options: Mapping[str, Any]) -> Options:
+def pass_options(mem: int | str | None, options: Mapping[str, Any]) -> Options:
     """Return checked options for planning graphs that other tools captured; by default, costs are estimated."""
     usual: dict[str, Any] = {"costs": "estimate", "search": Search(progress=False), "dynamic": False}
+    if options.get("device_mem") is not None:
+        raise FxrematError("device_mem counts the tensors of a model, and this is a graph: give mem, for its step")
     found = options_of(mem=mem, **{**usual, **options})
     return replace(found, pure=not found.measures)
 

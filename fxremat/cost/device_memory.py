@@ -12,8 +12,9 @@ earlier micro-batches are needed in addition.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -22,13 +23,15 @@ from torch import fx, nn
 
 from fxremat.budget import AUTO_MARGIN
 from fxremat.cost.devices import Device
-from fxremat.cost.optimizer_memory import memory_of_optimizer
+from fxremat.cost.optimizer_memory import OptimizerMemory, Rounding, memory_of_optimizer
+from fxremat.errors import BudgetTooSmall
 from fxremat.graphs.accounting import rounded
 from fxremat.graphs.captured import Captured, inputs_of
 from fxremat.graphs.names import parameter_of
+from fxremat.graphs.nodes import storage_bytes
 from fxremat.ops.parameters import ELEMENTWISE
 from fxremat.step.step_graph import Origin
-from fxremat.torch_private import fake_mode
+from fxremat.torch_private import fake_mode, storage_of
 from fxremat.units import format_bytes
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -37,6 +40,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 """Optimizers that users can name: the class, and the settings on which the size of its state depends."""
 
+CONTEXT = 768 * 2**20  # bytes of the CUDA context, its kernels and libraries: 767 MiB on an H200 with torch 2.11
 USUAL = "adamw"  # the optimizer that is assumed if none is named
 
 
@@ -49,6 +53,9 @@ class DeviceMemory:
     given: int  # bytes of parameters, buffers and inputs that the step reads
     state: int = 0  # bytes of the optimizer's state
     stepping: int = 0  # bytes of gradients and temporaries during the optimizer's step
+    waiting: int = 0  # bytes of gradients that are there when a step begins
+    # bytes for driver, CUDA context and fragmentation; None: `AUTO_MARGIN` of the device's memory
+    apart: int | None = None
 
     @property
     def total(self) -> int:
@@ -58,12 +65,12 @@ class DeviceMemory:
     @property
     def margin(self) -> int:
         """Bytes reserved for driver, CUDA context and fragmentation."""
-        return int(AUTO_MARGIN * self.total)
+        return int(AUTO_MARGIN * self.total) if self.apart is None else self.apart
 
     @property
     def free(self) -> int:
         """Bytes left for the peak of a step; negative if the device is too small."""
-        return self.total - self.given - self.state
+        return self.total - self.given - self.state - self.waiting
 
     @property
     def auto(self) -> int:
@@ -83,8 +90,9 @@ class DeviceMemory:
 
     def __str__(self) -> str:
         """Return a phrase for messages that names what else occupies the device's memory."""
+        waiting = f", {format_bytes(self.waiting)} of gradients that wait" if self.waiting else ""
         return (
-            f"{format_bytes(self.given)} of parameters, buffers and inputs, and {format_bytes(self.state)} of "
+            f"{format_bytes(self.given)} of parameters, buffers and inputs{waiting}, and {format_bytes(self.state)} of "
             f"optimizer state ({self.optimizer})"
         )
 
@@ -130,6 +138,80 @@ class DeviceMemory:
         return f"no: {format_bytes(-at_least)} over, even with the least budget of {format_bytes(least)}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """What `device_mem` leaves for a step, in bytes, beside what the process has on the device all the time."""
+
+    mem: int
+    memory: DeviceMemory
+
+    def explained(self, error: BudgetTooSmall) -> BudgetTooSmall:
+        """Return the error with the numbers of the whole device instead of those of a step."""
+        total = self.memory.total
+        note = self.memory.shortage(error.minimum)
+        return BudgetTooSmall(error.minimum + total - self.mem, total, note=note, reason=error.reason)
+
+
+def divided(
+    total: int,
+    device: Device,
+    model: nn.Module,
+    inputs: Iterable[Any],
+    optimizer: torch.optim.Optimizer | str | None,
+    *,
+    hosted: bool,
+) -> Division:
+    """Divide the bytes that a training process may have on a device among a step and what is there besides.
+
+    On CUDA the context and the allocator's reserve are estimated (`CONTEXT`, `AUTO_MARGIN`).
+
+    Args:
+        inputs: those of the call; what is no tensor does not count.
+        hosted: the optimizer's parameters and state are part of the step, which moves them from and to the host.
+
+    Raises:
+        BudgetTooSmall: the optimizer's update needs more.
+    """
+    block = device.torch_device
+    rounding = partial(rounded, device=block)
+    own = _parameters_of(optimizer) if hosted and isinstance(optimizer, torch.optim.Optimizer) else set()
+    parameters = [p for p in model.parameters() if id(p) not in own]
+    trained = [p for p in parameters if p.requires_grad]
+    given = _bytes([*parameters, *model.buffers(), *(x for x in inputs if isinstance(x, torch.Tensor))], rounding)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+    else:
+        name = optimizer or f"{OPTIMIZERS[USUAL][0].__name__}, assumed"
+    held, gradients = OptimizerMemory(state=0, update=0), 0
+    if not hosted:
+        held = memory_of_optimizer(_optimizer_for(trained, optimizer), rounding, foreach=device.cuda)
+        gradients = _bytes(trained, rounding)
+    memory = DeviceMemory(
+        device=replace(device, name="device_mem", memory=total),
+        optimizer=f"{name}'s is in the peak" if hosted else name,
+        given=given,
+        state=held.state,
+        stepping=gradients + held.update,
+        waiting=_bytes([p.grad for p in trained if p.grad is not None], rounding),
+        apart=math.ceil(total - (total - CONTEXT) / (1 + AUTO_MARGIN)) if device.cuda else 0,
+    )
+    if memory.free - memory.margin < memory.stepping - memory.waiting:
+        least = memory.given + memory.state + memory.stepping + memory.margin
+        said = f"{memory}, and {format_bytes(memory.stepping)} of gradients and temporaries while the optimizer steps"
+        raise BudgetTooSmall(least, total, note=f"device_mem is for {said}")
+    return Division(mem=max(1, memory.auto), memory=memory)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _bytes(tensors: Iterable[torch.Tensor], rounding: Rounding) -> int:
+    """Return the bytes of the storages of tensors; a storage that several share counts once."""
+    sizes = {storage_of(tensor): storage_bytes(tensor) for tensor in tensors}
+    return sum(map(rounding, sizes.values()))
+
+
 def memory_on(device: Device, joint: Captured, optimizer: torch.optim.Optimizer | str | None) -> DeviceMemory:
     """Return what a device's memory is used for while it trains the parameters of a joint graph.
 
@@ -146,8 +228,9 @@ def memory_on(device: Device, joint: Captured, optimizer: torch.optim.Optimizer 
     if joint.updates_of:
         return DeviceMemory(device=device, optimizer=f"{name}'s is in the peak", given=given)
     trained = _trained(joint)
-    held = memory_of_optimizer(_optimizer_of(trained, optimizer), partial(rounded, device=block), foreach=True)
-    gradients = sum(rounded(node.meta["val"].numel() * node.meta["val"].element_size(), block) for node in trained)
+    alike = [node.meta["val"] for node in trained]
+    held = memory_of_optimizer(_optimizer_for(alike, optimizer), partial(rounded, device=block), foreach=True)
+    gradients = sum(rounded(tensor.numel() * tensor.element_size(), block) for tensor in alike)
     return DeviceMemory(
         device=device,
         optimizer=name or f"{OPTIMIZERS[USUAL][0].__name__}, assumed",
@@ -164,13 +247,13 @@ def _trained(joint: Captured) -> list[fx.Node]:
     return [node for node in found if parameter_of(node)] or found
 
 
-def _optimizer_of(
-    trained: Iterable[fx.Node], optimizer: torch.optim.Optimizer | str | None
+def _optimizer_for(
+    trained: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | str | None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer, or one of this name of parameters like the trained ones, without data."""
+    """Return the optimizer, or one of this name of parameters like these, without data."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     kind, settings = OPTIMIZERS[(optimizer or USUAL).lower()]
     with fake_mode():
-        alike = [nn.Parameter(torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)) for node in trained]
+        alike = [nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype)) for tensor in trained]
         return cast(Any, kind)(alike or [nn.Parameter(torch.empty(0))], **settings)  # type: ignore[no-any-return]

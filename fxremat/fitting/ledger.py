@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fxremat.budget import AUTO_MARGIN
+from fxremat.cost.device_memory import CONTEXT
 from fxremat.cost.devices import Device
 from fxremat.search.candidate import Candidate
 from fxremat.step.kinds import MemoryKind, lives_of
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program
-
-CONTEXT = 768 * 2**20  # bytes of the CUDA context, its kernels and libraries: 767 MiB on an H200 with torch 2.11
 
 NAMES = {
     MemoryKind.KEPT: "activations kept",

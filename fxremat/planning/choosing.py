@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from fxremat.cost.calibrate import calibration
-from fxremat.cost.device_memory import memory_on
+from fxremat.cost.device_memory import DeviceMemory, memory_on
 from fxremat.cost.estimate import assumptions
 from fxremat.cost.link import measure_link, typical_size
 from fxremat.cost.updates import units_of, with_own_sizes
@@ -98,10 +98,17 @@ def plan_of(
         costs=costs,
         device=str(target) if target else device_name(device_of(graph)),
         assumed="; ".join(filter(None, assumed)),
-        on_device=memory_on(target, graph, options.optimizer) if target and options.device else None,
+        on_device=_memory(graph, options),
         timed="measured" if options.measures else "estimated",
         **further,
     )
+
+
+def _memory(graph: Captured, options: Options) -> DeviceMemory | None:
+    """Return what the device's memory is used for; None if the user named neither the device nor `device_mem`."""
+    if options.division is not None:
+        return options.division.memory
+    return memory_on(options.device, graph, options.optimizer) if options.device is not None else None
 
 
 def _plan_with_offloading(survey: Survey, options: Options) -> Plan:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxremat.budget import free_bytes
-from fxremat.cost.device_memory import DeviceMemory, memory_on
+from fxremat.cost.device_memory import DeviceMemory, Division, memory_on
 from fxremat.cost.measure import measure
 from fxremat.errors import BudgetTooSmall, InvalidBudget
 from fxremat.graphs.accounting import device_of, largest_tensor
@@ -36,6 +36,7 @@ class Limit:
     share: float | None = None  # percent; None if the budget was not given in percent
     keep_all: int | None = None  # bytes that `share` is a percentage of; None if not needed or not known yet
     device: DeviceMemory | None = None  # memory of a device that the user named, if the budget is "auto"
+    division: Division | None = None  # of the `device_mem` that the user gave
     words: str = ""  # the budget in words, for the log
 
     def of(self, keep_all: Callable[[], int]) -> Limit:
@@ -54,6 +55,8 @@ class Limit:
 
     def explained(self, error: BudgetTooSmall, reason: str = "") -> BudgetTooSmall:
         """Return the error with the budget stated in the form in which the user gave it."""
+        if self.division:
+            return self.division.explained(error.explained(reason=reason))
         note = self.device.shortage(error.minimum) if self.device else ""
         return error.explained(share=self.share, whole=self.keep_all, reason=reason, note=note)
 
@@ -66,10 +69,10 @@ def limit_of(step: Step, options: Options) -> Limit:
     Raises:
         InvalidBudget: the budget is "auto", and the device cannot tell how much memory is free.
     """
-    words = str(options.mem)
+    words = _words(options)
     match options.budget:
         case Bytes(count):
-            return Limit(known=count, words=words)
+            return Limit(known=count, words=words, division=options.division)
         case Least():
             return Limit(known=1, words=words)  # nothing fits in one byte, and the error then names the least budget
         case Auto() if options.device is not None:
@@ -97,16 +100,20 @@ def limit_of_paths(
         keep_all: returns the peak in bytes of a step that recomputes nothing; called for a budget in percent.
         least: returns the least budget that works, in bytes; called for mem="min".
     """
-    words = str(options.mem)
+    words = _words(options)
     match options.budget:
         case Bytes(count):
-            return Limit(known=count, words=words)
+            return Limit(known=count, words=words, division=options.division)
         case Least():
             return Limit(known=least(), words=words)
         case Auto():
             return Limit(known=free_bytes(device, largest), words=words)
         case Percent(share):
             return Limit(share=share, words=words).of(keep_all)
+
+
+def _words(options: Options) -> str:
+    return f"what device_mem={options.device_mem} leaves" if options.division else str(options.mem)
 
 
 def _share_of(reference: Reference, share: float) -> Limit:

@@ -250,6 +250,12 @@ class PathPlans:
                 log.info("%s", self.plan.headline)
         self._stale = False
 
+    def take(self, options: Options) -> None:
+        """Plan for another budget from the next call on."""
+        self._options = options
+        self._set_limit()
+        self.forget()
+
     def forget(self) -> None:
         """Discard the chosen programs, so that `renew` chooses anew."""
         for node in self.root.walk():

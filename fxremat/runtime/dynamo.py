@@ -20,10 +20,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from fxremat import kernels
 from fxremat.budget import free_bytes, has_shrunk
+from fxremat.cost.device_memory import divided
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer, Strides
 from fxremat.cost.segments import expand_segments
@@ -93,7 +95,7 @@ from fxremat.torch_private import (
     taking_a_list,
 )
 from fxremat.transfers.network import communicates
-from fxremat.units import Auto, format_bytes
+from fxremat.units import Auto, format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)
 KEPT_PLANS = 8  # this many of the latest plans can be read by users
@@ -102,6 +104,7 @@ MOST_TRACES = 4
 # A step is planned again only if recomputation makes it slower than keeping everything by this factor, and the
 # loss needs less memory than was reserved for it, by more than GAIN - 1 of the budget.
 GAIN = 1.01
+SLACK = 400  # device_mem over this is left unused, so that inputs may grow a little
 MANY_SIZES = 3  # after this many combinations of input sizes a warning says what each new one costs
 
 
@@ -269,6 +272,30 @@ class Backend:
             format_bytes(planned),
             enough(loss.peak),
         )
+
+    def divide_device_memory(self, model: nn.Module, call: Any) -> None:
+        """Find what `device_mem` leaves for this step; plan again if that is less than at the last plan.
+
+        It is less where gradients wait, and where inputs are larger. A small slack keeps plans from following every
+        byte.
+        """
+        options = self.options
+        if options.device_mem is None:
+            return
+        total = parse_bytes(options.device_mem)
+        tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+        device = options.device or Device.like(next((p.device for p in model.parameters()), torch.device("cpu")))
+        found = divided(total, device, model, tensors, options.optimizer, hosted=options.hosts_weights)
+        if options.division is not None and found.mem >= options.division.mem:
+            return
+        mem = max(1, found.mem - total // SLACK)
+        self.options = replace(options, division=replace(found, mem=mem))
+        if self.plans:
+            now, before = format_bytes(mem), format_bytes(self.plans[-1].budget)
+            log.info("device_mem leaves %s for this step, planned for %s: it is planned anew", now, before)
+            self.outdated = True
+        if self.coordinator is not None:
+            self.coordinator.plans.take(self.options)
 
     def look_at_free_memory(self) -> None:
         """Plan again at this call if the budget is "auto", and less memory is free than at the last plan.

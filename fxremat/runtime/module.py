@@ -352,6 +352,10 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
     method = options.method
     if not callable(getattr(model, method, None)):
         raise FxrematError(f"{type(model).__name__} has no method {method!r}; method is the one that training calls")
+    if shared is not None and options.device_mem is not None:
+        raise FxrematError(
+            "device_mem counts whole parameters, and ranks share these: give mem, for a step of one rank"
+        )
     if shared is not None and method != "forward":
         raise FxrematError(f"method={method!r} is for whole parameters; of those that ranks share, forward is planned")
     cls = _class_for(type(model), method, shared=shared is not None)
@@ -741,6 +745,7 @@ def _run_in_parts(training: _Training, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    training.backend.divide_device_memory(training.model, (args, kwargs))
     mark(training.backend.options, training.backend.input_names, training.plain, args, kwargs)
     if training.backend.until is Until.RUN:
         training.backend.look_at_free_memory()

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.__main__ import main
 from fxremat.budget import AUTO_MARGIN
+from fxremat.cost.device_memory import CONTEXT
 from fxremat.cost.devices import DEVICES, Device
 from fxremat.cost.measure import peak_of
 from fxremat.errors import FxrematError
 from fxremat.fitting.answer import Answer
-from fxremat.fitting.ledger import CONTEXT
 from fxremat.fitting.optimizers import memory_of
 from fxremat.fitting.settings import Training
 from fxremat.fitting.sharding import shares_of

@@ -1,0 +1,209 @@
+"""device_mem: all that a training process has on the device stays within it, the optimizer's update included."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxremat
+from benchmarks import meter, models
+from fxremat.settings import Offload, Search
+from tests.toys import Stack, rows
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+QUICK = Search(seconds=0.0, progress=False)
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+}
+
+
+def held(*tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of tensors, each once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for each in tensors for t in each}
+    return sum(storages.values())
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors of an optimizer's state that are as large as parameters."""
+    return [v for of in optimizer.state.values() for v in of.values() if isinstance(v, Tensor) and v.dim()]
+
+
+def most(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...], steps: int = 3, backwards: int = 1
+) -> int:
+    """The most bytes that a loop has at a time, in all of its steps: what is there at the start, and what comes."""
+    found = 0
+    parameters = list(model.parameters())
+    for step in range(steps):
+        for _ in range(backwards):
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            start = held(parameters, model.buffers(), batch, state_of(optimizer), gradients)
+
+            def forward_and_backward() -> None:
+                model(*batch).backward()
+
+            if step == 0 and not gradients:
+                forward_and_backward()  # plans, which takes what it takes
+                model.zero_grad(set_to_none=True)
+            found = max(found, start + meter.peak_bytes(forward_and_backward))
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        start = held(parameters, model.buffers(), batch, state_of(optimizer), gradients)
+        found = max(found, start + meter.peak_bytes(optimizer.step))
+        optimizer.zero_grad()
+    return found
+
+
+class WithLoss(nn.Module):
+    """A stack of layers, some of them frozen, and the mean of its squares."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.stack = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6)))
+        self.unread = nn.Linear(width, width)
+        self.register_buffer("table", torch.zeros(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the loss."""
+        return F.mse_loss(self.stack(x), x)
+
+
+def plain_peak(model: nn.Module, optimizer: Any, batch: tuple[Tensor, ...]) -> int:
+    """What the same loop takes without fxremat."""
+    alone = copy.deepcopy(model)
+    return most(alone, optimizer(alone.parameters()), batch)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_whole_loop_stays_within_it(name: str) -> None:
+    torch.manual_seed(0)
+    model, batch = WithLoss(), (torch.randn(512, 64),)
+    plain = plain_peak(model, OPTIMIZERS[name], batch)
+    device_mem = int(0.75 * plain)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    compiled = fxremat.compile(model, device_mem=device_mem, optimizer=optimizer, search=QUICK)
+    assert most(compiled, optimizer, batch) <= device_mem
+    assert compiled.plan.predicted_time > 0
+    assert compiled.plan.on_device is not None
+    assert compiled.plan.on_device.total == device_mem
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("name", models.MAIN)
+@pytest.mark.parametrize("share", [0.6, 0.8, 1.0])
+def test_models_train_within_it_with_the_bits_of_plain_pytorch(name: str, optimizer: str, share: float) -> None:
+    case = models.get(name, "small")
+    batch = case.batch()
+    device_mem = int(share * plain_peak(case.model(), OPTIMIZERS[optimizer], batch))
+    ours, plain = case.model(), case.model()
+    mine, theirs = OPTIMIZERS[optimizer](ours.parameters()), OPTIMIZERS[optimizer](plain.parameters())
+    compiled = fxremat.compile(ours, device_mem=device_mem, optimizer=mine, search=QUICK)
+    try:
+        torch.manual_seed(1)
+        assert most(compiled, mine, batch) <= device_mem
+    except fxremat.BudgetTooSmall as error:
+        assert error.minimum > device_mem
+        pytest.skip(f"the least is {error.minimum} of {device_mem} bytes")
+    torch.manual_seed(1)
+    most(plain, theirs, batch)
+    assert all(map(torch.equal, ours.parameters(), plain.parameters()))
+
+
+def test_gradients_that_wait_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = WithLoss(128), (torch.randn(512, 128),)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    device_mem = int(1.3 * plain_peak(model, OPTIMIZERS["sgd"], batch))  # of a loop that keeps no gradients
+    compiled = fxremat.compile(model, device_mem=device_mem, optimizer=optimizer, search=QUICK)
+    with caplog.at_level(logging.INFO, "fxremat"):
+        assert most(compiled, optimizer, batch, backwards=3) <= device_mem
+    assert "device_mem leaves" in caplog.text
+    assert compiled.plan.on_device.waiting == held(model.stack.parameters())
+
+
+def test_a_plan_says_what_is_on_the_device() -> None:
+    model, x = WithLoss(), torch.randn(512, 64)
+    plan = fxremat.plan(model, (x,), device_mem="2MiB", optimizer="adamw", search=QUICK)
+    memory = plan.on_device
+    assert memory is not None
+    assert memory.given == held(model.parameters(), model.buffers(), [x])
+    assert memory.state == 2 * held(model.parameters())
+    assert plan.budget <= 2**21 - memory.given - memory.state
+    assert plan.predicted_peak <= plan.budget
+    assert "\ndevice_mem\n  memory          2.0 MiB\n  held " in str(plan)
+
+
+def test_too_little_is_said_with_the_numbers_of_the_device() -> None:
+    model, x = WithLoss(), torch.randn(512, 64)
+    with pytest.raises(fxremat.BudgetTooSmall, match=r"device_mem has .* of parameters, buffers and inputs") as error:
+        fxremat.plan(model, (x,), device_mem="800KiB", optimizer="sgd", search=QUICK)
+    assert error.value.budget == 800 * 1024
+    least = error.value.minimum
+    plan = fxremat.plan(model, (x,), device_mem=least + least // 100, optimizer="sgd", search=QUICK)
+    assert plan.predicted_peak <= plan.budget
+
+
+def test_an_update_that_needs_more_than_the_step_is_refused() -> None:
+    model, x = WithLoss(256), torch.randn(2, 256)
+    parameters = held(model.parameters())
+    with pytest.raises(fxremat.BudgetTooSmall, match="while the optimizer steps") as error:
+        fxremat.plan(model, (x,), device_mem=4 * parameters, optimizer="adamw", search=QUICK)
+    fxremat.plan(model, (x,), device_mem=error.value.minimum, optimizer="adamw", search=QUICK)
+
+
+def test_weights_on_the_host_are_part_of_the_step() -> None:
+    model, batch = WithLoss(), (torch.randn(512, 64),)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options: dict[str, Any] = {"offload": Offload(weights=True), "optimizer": optimizer, "search": QUICK}
+    plan = fxremat.plan(model, batch, device_mem="1MiB", **options)
+    assert plan.on_device is not None
+    assert plan.on_device.given == held(model.buffers(), batch)
+    assert plan.on_device.state == 0
+
+
+def test_several_graphs_are_within_it_too() -> None:
+    class Broken(WithLoss):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.stack:
+                x = layer(x)
+                torch._dynamo.graph_break()
+            return x.square().mean()
+
+    model, batch = Broken(), (torch.randn(512, 64),)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    device_mem = int(1.3 * plain_peak(model, OPTIMIZERS["adamw"], batch))
+    compiled = fxremat.compile(model, device_mem=device_mem, optimizer=optimizer, search=QUICK)
+    assert most(compiled, optimizer, batch, steps=5) <= device_mem
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device_mem": "1GiB", "mem": "60%"}, "give device_mem, .* or mem, which is for a step, not both"),
+        ({"device_mem": "60%"}, "is not a number of bytes"),
+        ({}, 'the budget is missing: give mem, .* or device_mem="24GiB"'),
+    ],
+)
+def test_what_is_no_device_mem_is_said(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(fxremat.FxrematError, match=message):
+        fxremat.compile(Stack(), **options)
+
+
+def test_a_graph_of_others_has_no_device_mem() -> None:
+    step = fxremat.capture(Stack(), (rows(4),), search=QUICK)
+    graph = step.plan("100%").step
+    assert graph is not None
+    with pytest.raises(fxremat.FxrematError, match="device_mem counts the tensors of a model"):
+        fxremat.capture(fxremat.StepGraph.from_json(step.graph.to_json()), device_mem="1GiB")
