@@ -14,6 +14,13 @@ from fxremat.options import CompileOptions
 from fxremat.torch_private import call_instead
 
 
+def with_optimizer(options: CompileOptions, optimizer: Any) -> CompileOptions:
+    """Return options with the trainer's optimizer, whose state `device_mem` counts, unless they have one."""
+    if options.get("device_mem") is None or "optimizer" in options or optimizer is None:
+        return options
+    return {**options, "optimizer": getattr(optimizer, "optimizer", optimizer)}  # accelerate and Lightning wrap it
+
+
 class InPlace:
     """A model whose training calls run planned steps until `remove` is called.
 

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from fxremat.integrations.in_place import InPlace
+from fxremat.integrations.in_place import InPlace, with_optimizer
 from fxremat.options import CompileOptions
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,8 @@ class Remat(Callback):  # type: ignore[misc]
         mem: the budget of a training step, in the forms that `fxremat.compile` takes.
         network: the name of a part of the module, such as "net": only its calls are planned, and the loss is outside.
             None: the whole `training_step`.
-        options: further options of `fxremat.compile`.
+        options: further options of `fxremat.compile`, such as device_mem instead of `mem`: the state of the trainer's
+            optimizer is counted, if it has one.
 
     Raises:
         FxrematError: when training begins, what `fxremat.compile` raises.
@@ -44,14 +45,15 @@ class Remat(Callback):  # type: ignore[misc]
         """The latest plan; None before the first step."""
         return self.inside.plan if self.inside else None
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the planned step into the module."""
         self.teardown(trainer, pl_module, "fit")
+        options = with_optimizer(self.options, trainer.optimizers[0] if len(trainer.optimizers) == 1 else None)
         if self.network is not None:
-            self.inside = InPlace(pl_module.get_submodule(self.network), self.mem, **self.options)
+            self.inside = InPlace(pl_module.get_submodule(self.network), self.mem, **options)
         else:
-            options: CompileOptions = {"method": "training_step", **self.options}
-            self.inside = InPlace(pl_module, self.mem, **options)
+            whole: CompileOptions = {"method": "training_step", **options}
+            self.inside = InPlace(pl_module, self.mem, **whole)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the plan."""

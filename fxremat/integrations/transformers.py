@@ -9,7 +9,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fxremat.errors import FxrematError
-from fxremat.integrations.in_place import InPlace
+from fxremat.integrations.in_place import InPlace, with_optimizer
 from fxremat.options import CompileOptions
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,8 @@ class RematCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         mem: the budget of a training step, in the forms that `fxremat.compile` takes.
-        options: further options of `fxremat.compile`, such as dynamic=True for batches of many lengths.
+        options: further options of `fxremat.compile`, such as dynamic=True for batches of many lengths, or device_mem
+            instead of `mem`: the state of the trainer's optimizer is counted.
 
     Raises:
         FxrematError: when training begins: the arguments have torch_compile=True, which compiles the model again; or
@@ -45,7 +46,7 @@ class RematCallback(TrainerCallback):  # type: ignore[misc]
         return self.inside.plan if self.inside else None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **_: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **given: Any
     ) -> None:
         """Put the planned step into the trainer's model."""
         if args.torch_compile:
@@ -55,7 +56,8 @@ class RematCallback(TrainerCallback):  # type: ignore[misc]
             turn_off()
             log.warning("gradient_checkpointing is turned off: the plan decides what is recomputed")
         self.on_train_end(args, state, control)
-        self.inside, self._told = InPlace(model, self.mem, **self.options), False
+        options = with_optimizer(self.options, given.get("optimizer"))
+        self.inside, self._told = InPlace(model, self.mem, **options), False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Log the plan after the first step."""

@@ -80,6 +80,18 @@ def test_a_trainer_with_the_callback_trains_as_without(settings: dict[str, Any],
     assert "_compiled_call_impl" not in ours.model.__dict__
 
 
+def test_all_of_the_device_counts_the_trainers_optimizer(tmp_path: Path) -> None:
+    callback = RematCallback(device_mem="3MiB", search=QUICK)
+    ours, plain = trained(callback, tmp_path), trained(None, tmp_path)
+    assert_same(ours, plain)
+    memory = callback.plan.on_device
+    assert memory.optimizer == "AdamW"
+    assert memory.total == 3 * 2**20
+    parameters = [*ours.model.parameters()]
+    counts = 4 * len(parameters)  # of steps: the trainer's optimizer is a fused one
+    assert memory.state == 2 * sum(p.nbytes for p in parameters) + counts
+
+
 def test_checkpoints_are_those_of_the_plain_library(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         ours = trained(
