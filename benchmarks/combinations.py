@@ -26,7 +26,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -135,9 +135,9 @@ def options_of(features: Sequence[str], optimizer: torch.optim.Optimizer) -> dic
     return options
 
 
-def batches(features: Sequence[str]) -> list[Tensor]:
+def batches(features: Sequence[str], seed: int = 1) -> list[Tensor]:
     """Return the token ids (batch, length) of all micro-batches, in order."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     lengths = [LENGTH, LENGTH + 8] if "dynamic" in features else [LENGTH]
     count = STEPS * micro(features)
     sizes = itertools.islice(itertools.cycle(lengths), count)
@@ -146,7 +146,7 @@ def batches(features: Sequence[str]) -> list[Tensor]:
 
 def micro(features: Sequence[str]) -> int:
     """Return the number of batches whose gradients are added up for a step."""
-    return 2 if "accumulation" in features else 1
+    return 2 if {"accumulation", "no_sync"}.intersection(features) else 1
 
 
 def forward_and_loss(model: nn.Module, tokens: Tensor, features: Sequence[str]) -> Tensor:
@@ -156,20 +156,23 @@ def forward_and_loss(model: nn.Module, tokens: Tensor, features: Sequence[str]) 
     return loss_of(result, tokens) if "outside" in features else result
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, features: Sequence[str]) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, features: Sequence[str], seed: int = 1
+) -> list[float]:
     """Train `STEPS` steps; return the losses."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled="scaler" in features)
-    given, losses = iter(batches(features)), list[float]()
-    torch.manual_seed(0)
+    given, losses = iter(batches(features, seed)), list[float]()
+    torch.manual_seed(seed)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        for _ in range(micro(features)):
-            loss = forward_and_loss(model, next(given), features)
-            scaler.scale(loss).backward()
+        for following in reversed(range(micro(features))):
+            with _without_reducing(model) if following and "no_sync" in features else contextlib.nullcontext():
+                loss = forward_and_loss(model, next(given), features)
+                scaler.scale(loss).backward()
             losses.append(float(loss.detach()))
         if "clipping" in features:
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            clip(list(model.parameters()), 0.5)
         scaler.step(optimizer)
         scaler.update()
     return losses
@@ -177,25 +180,30 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, features: Sequence
 
 def trained(features: tuple[str, ...]) -> Cell:
     """Train with these features, and beside them plainly."""
-    began = time.monotonic()
     torch._dynamo.reset()
     torch.manual_seed(0)
     start = GPT(features)
-    plain, ours = copy.deepcopy(start), copy.deepcopy(start)
+    return compared(features, copy.deepcopy(start), start)
+
+
+def compared(features: tuple[str, ...], plain: nn.Module, ours: nn.Module, seed: int = 1) -> Cell:
+    """Train `plain` as it is and `ours`, of equal parameters, through fxremat; return how the second differs."""
+    began = time.monotonic()
+    start = [local(parameter).clone() for parameter in plain.parameters()]
     theirs, mine = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, ours))
-    wanted = train(plain, theirs, features)
+    wanted = train(plain, theirs, features, seed)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = fxremat.compile(ours, **options_of(features, mine))
-            losses = train(model, mine, features)
-            pairs_of = zip(ours.parameters(), plain.parameters(), start.parameters(), strict=True)
-            off = max(_off(*each) for each in pairs_of)
+            losses = train(model, mine, features, seed)
+            pairs_of = zip(map(local, ours.parameters()), map(local, plain.parameters()), start, strict=True)
+            off = max(off_by(*each) for each in pairs_of)
             used = _used(model, mine, features)
     except fxremat.FxrematError as error:
-        return Cell(features, "refused", why=_line(error), seconds=time.monotonic() - began)
+        return Cell(features, "refused", why=line_of(error), seconds=time.monotonic() - began)
     except Exception as error:
-        return Cell(features, "broken", why=_line(error), seconds=time.monotonic() - began)
+        return Cell(features, "broken", why=line_of(error), seconds=time.monotonic() - began)
     exact = losses == wanted and off == 0
     within = off <= TOLERANCE["autocast" in features] and (INEXACT.intersection(features) or exact)
     outcome = "bits" if exact else "rounding" if within else "wrong"
@@ -204,7 +212,44 @@ def trained(features: tuple[str, ...]) -> Cell:
     return Cell(features, outcome, off, used, seconds=time.monotonic() - began)
 
 
-def _off(ours: Tensor, plain: Tensor, start: Tensor) -> float:
+def clip(parameters: Sequence[nn.Parameter], most: float) -> None:
+    """Scale gradients so that their norm is at most `most`, as `clip_grad_norm_`, which takes tensors of one kind."""
+    kinds: dict[bool, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault(_is_distributed(parameter), []).append(parameter)
+    norms = [nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds.values()]
+    whole = [norm.full_tensor() if _is_distributed(norm) else norm for norm in norms]  # type: ignore[operator]
+    norm = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+    for kind in kinds.values():
+        nn.utils.clip_grads_with_norm_(kind, most, norm)
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def local(tensor: Any) -> Tensor:
+    """Return what this rank has of a tensor."""
+    part: Tensor = tensor.detach()
+    return part.to_local() if _is_distributed(part) else part  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def _without_reducing(model: Any) -> Iterator[None]:
+    """Within this context, gradients are not reduced over ranks, where the model does so."""
+    if hasattr(model, "no_sync"):
+        with model.no_sync():
+            yield
+    elif hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+    else:
+        yield
+
+
+def off_by(ours: Tensor, plain: Tensor, start: Tensor) -> float:
+    """Return the largest difference of two parameters over the largest update; the difference where there is none."""
     difference, update = (float((a - b).detach().abs().max()) for a, b in ((ours, plain), (plain, start)))
     return difference / update if update > 0 else difference
 
@@ -226,7 +271,8 @@ def _held(model: Any, optimizer: torch.optim.Optimizer) -> int:
     return sum(t.nbytes for t in (*parameters, *states) if t.data_ptr() not in homes)
 
 
-def _line(error: Exception) -> str:
+def line_of(error: Exception) -> str:
+    """Return the class and the first line of an error, without the path of this checkout."""
     line = next(iter(str(error).splitlines()), "").replace(f"{ROOT}/", "")
     return f"{type(error).__name__}: {line}"
 
@@ -246,22 +292,53 @@ def page(record: str) -> str:
     names = list(FEATURES)
     lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for row in names:
-        shown = [_shown(cells.get(frozenset({row, column}))) for column in names]
-        lines.append(f"| **{row}** | {' | '.join(shown)} |")
-    counts = {kind: sum(cell["outcome"] == kind for cell in found["cells"]) for kind in ("bits", "rounding", "refused")}
+        row_of = [shown(cells.get(frozenset({row, column}))) for column in names]
+        lines.append(f"| **{row}** | {' | '.join(row_of)} |")
+    lines += ["", summary(found), "", *(f"* **{name}**: {what}." for name, what in FEATURES.items())]
+    return "\n".join([*lines, *reasons(found)])
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    """Return a sentence that counts the outcomes of a record."""
+    outcomes = [cell["outcome"] for cell in record["cells"]]
+    counts = {kind: outcomes.count(kind) for kind in ("bits", "rounding", "refused")}
     told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    lines += ["", f"{len(found['cells'])} cells: {told}. Measured on {found['date']} with torch {found['torch']}.", ""]
-    lines += [f"* **{name}**: {what}." for name, what in FEATURES.items()]
-    reasons = [cell for cell in found["cells"] if cell["outcome"] not in ("bits", "rounding")]
-    lines += ["", "What is refused, and with which words:", ""] if reasons else []
-    lines += [f"* {' and '.join(cell['features'])}: `{cell['why'].partition(': ')[2]}`" for cell in reasons]
-    return "\n".join(lines)
+    return f"{len(record['cells'])} cells: {told}. Measured on {record['date']} with torch {record['torch']}."
 
 
-def _shown(cell: Mapping[str, Any] | None) -> str:
+def reasons(record: Mapping[str, Any]) -> list[str]:
+    """Return lines with the words of each cell that does not train."""
+    cells = [cell for cell in record["cells"] if cell["outcome"] not in ("bits", "rounding")]
+    lines = ["", "What is refused, and with which words:", ""] if cells else []
+    return lines + [f"* {' and '.join(cell['features'])}: `{cell['why'].partition(': ')[2]}`" for cell in cells]
+
+
+def shown(cell: Mapping[str, Any] | None) -> str:
+    """Return the outcome of a cell for a table, in capitals where it is a defect."""
     if cell is None:
         return ""
     return {"bits": "bits", "rounding": "rounding", "refused": "refused"}.get(cell["outcome"], cell["outcome"].upper())
+
+
+def tell(cell: Cell) -> None:
+    """Print a cell."""
+    used = "" if cell.peak is None else f", peak {cell.peak:.3f} of mem"
+    seconds = f"{cell.seconds:.1f} s"
+    print(f"{' + '.join(cell.features):28} {cell.outcome:9} off {cell.off:.1e}{used}, {seconds}  {cell.why}")
+    sys.stdout.flush()
+
+
+def write(path: Path, cells: Sequence[Cell], order: Iterable[tuple[str, ...]], *, kept: bool) -> None:
+    """Write cells as a record; with `kept`, those that were not measured are taken from the earlier record."""
+    known = json.loads(path.read_text())["cells"] if kept and path.exists() else []
+    found = {tuple(cell["features"]): cell for cell in (*known, *map(asdict, cells))}
+    record = {
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cells": [found[features] for features in order if features in found],
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> None:
@@ -275,18 +352,8 @@ def main() -> None:
     cells = []
     for features in given or pairs():
         cells.append(cell := trained(features))
-        used = "" if cell.peak is None else f", peak {cell.peak:.3f} of mem"
-        print(f"{' + '.join(features):28} {cell.outcome:9} off {cell.off:.1e}{used}, {cell.seconds:.1f} s  {cell.why}")
-        sys.stdout.flush()
-    known = json.loads(OUT.read_text())["cells"] if given and OUT.exists() else []
-    found = {tuple(cell["features"]): cell for cell in (*known, *map(asdict, cells))}
-    record = {
-        "date": time.strftime("%Y-%m-%d"),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "cells": [found[features] for features in pairs() if features in found],
-    }
-    OUT.write_text(json.dumps(record, indent=1) + "\n")
+        tell(cell)
+    write(OUT, cells, pairs(), kept=bool(given))
 
 
 if __name__ == "__main__":

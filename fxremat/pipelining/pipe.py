@@ -25,6 +25,7 @@ from fxremat.pipelining.memory import StageMemory, most_bytes
 from fxremat.pipelining.profile import Profile, profile
 from fxremat.pipelining.run import Rank, held_by
 from fxremat.pipelining.stages import Loss, Ops, capture
+from fxremat.runtime.sharded import shared_by
 from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan, Way
 from fxremat.solvers.pipeline.on_demand import OnDemandCosts
 from fxremat.solvers.pipeline.stage_costs import step_seconds
@@ -166,6 +167,7 @@ def pipeline(
         CaptureError: the model cannot be exported as one graph, or cannot be cut.
     """
     _check_options(options)
+    _refuse_shared(model)
     settings = Settings(mem=parse_bytes(mem), devices=devices, microbatches=microbatches, **options)
     inputs = _tensors(example_inputs)
     batch = _checked(inputs, example_target, settings)
@@ -212,6 +214,17 @@ def _check_options(options: Mapping[str, Any]) -> None:
     known = [field.name for field in fields(Settings)][3:]
     if unknown := sorted(set(options) - set(known)):
         raise FxrematError(f"fxremat.pipeline does not take {', '.join(unknown)}; there are {', '.join(known)}")
+
+
+def _refuse_shared(model: nn.Module) -> None:
+    """Raise `FxrematError` for a model whose parameters ranks share, or reduce the gradients of, already."""
+    parallel = nn.parallel.DistributedDataParallel
+    by = "this model is wrapped by DistributedDataParallel" if isinstance(model, parallel) else shared_by(model)
+    if by:
+        raise FxrematError(
+            f"a pipeline gives each rank the whole parameters of its stages, and {by}: give fxremat.pipeline the model "
+            "as it was before; each device then has the parameters of its stages alone"
+        )
 
 
 def make_plan(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, settings: Settings) -> Pipelined:

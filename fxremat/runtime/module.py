@@ -379,10 +379,10 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
         only_fixed |= fixed
         return compiled_step(plain, backend, name, False) if only_fixed else step_of(plain)
 
-    if shared is not None and options.stepping is not None:
+    if options.stepping is not None and (by := _shared_by(model)):
         raise FxrematError(
-            "Offload(weights=True) keeps whole parameters on the host, and these are shared among ranks already: "
-            "offload=True moves activations, and more ranks hold smaller shards"
+            f"Offload(weights=True) keeps whole parameters on the host, and {by}: offload=True moves activations, and "
+            "more ranks hold smaller shards"
         )
     steps = {kind: step_of(own or forward) for kind, forward in shared.forwards.items()} if shared else {}
     training = _Training(model, own, plain, backend, step_of(plain), shared, steps, step_anew)
@@ -435,6 +435,15 @@ def _shared(model: nn.Module) -> Shared | None:
     from fxremat.runtime.sharded import Shared
 
     return Shared.of(model)
+
+
+def _shared_by(model: nn.Module) -> str:
+    """Return which parameters ranks share, as text; "" if there are none. Does not itself import torch.distributed."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return ""
+    from fxremat.runtime.sharded import shared_by
+
+    return shared_by(model)
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
