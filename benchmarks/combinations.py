@@ -26,7 +26,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -186,8 +186,18 @@ def trained(features: tuple[str, ...]) -> Cell:
     return compared(features, copy.deepcopy(start), start)
 
 
-def compared(features: tuple[str, ...], plain: nn.Module, ours: nn.Module, seed: int = 1) -> Cell:
-    """Train `plain` as it is and `ours`, of equal parameters, through fxremat; return how the second differs."""
+def compared(
+    features: tuple[str, ...],
+    plain: nn.Module,
+    ours: nn.Module,
+    seed: int = 1,
+    around: Callable[[nn.Module], nn.Module] = lambda compiled: compiled,
+) -> Cell:
+    """Train `plain` as it is and `ours`, of equal parameters, through fxremat; return how the second differs.
+
+    Args:
+        around: what wraps the compiled model.
+    """
     began = time.monotonic()
     start = [local(parameter).clone() for parameter in plain.parameters()]
     theirs, mine = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, ours))
@@ -195,11 +205,12 @@ def compared(features: tuple[str, ...], plain: nn.Module, ours: nn.Module, seed:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = fxremat.compile(ours, **options_of(features, mine))
+            compiled = fxremat.compile(ours, **options_of(features, mine))
+            model = around(compiled)
             losses = train(model, mine, features, seed)
             pairs_of = zip(map(local, ours.parameters()), map(local, plain.parameters()), start, strict=True)
             off = max(off_by(*each) for each in pairs_of)
-            used = _used(model, mine, features)
+            used = _used(compiled, model, mine, features)
     except fxremat.FxrematError as error:
         return Cell(features, "refused", why=line_of(error), seconds=time.monotonic() - began)
     except Exception as error:
@@ -254,13 +265,13 @@ def off_by(ours: Tensor, plain: Tensor, start: Tensor) -> float:
     return difference / update if update > 0 else difference
 
 
-def _used(model: Any, optimizer: torch.optim.Optimizer, features: Sequence[str]) -> float:
+def _used(compiled: Any, model: nn.Module, optimizer: torch.optim.Optimizer, features: Sequence[str]) -> float:
     """Return the measured peak of a step over the budget."""
     tokens = batches(features)[-1]
     optimizer.zero_grad()
-    held = _held(model, optimizer) if "hosted" in features else 0
+    held = _held(compiled, optimizer) if "hosted" in features else 0
     peak = meter.peak_bytes(lambda: forward_and_loss(model, tokens, features).backward())
-    return (peak + held) / float(model.plan.budget)
+    return (peak + held) / float(compiled.plan.budget)
 
 
 def _held(model: Any, optimizer: torch.optim.Optimizer) -> int:

@@ -42,6 +42,7 @@ LIMIT = 240.0  # seconds
 WAYS: Mapping[str, str] = {
     "sharded": "`torch.distributed.fsdp.fully_shard` on each block and on the model",
     "replicated": "`fxremat.fully_shard(model, replicate=True)`, beside DistributedDataParallel",
+    "around": "DistributedDataParallel around the compiled model",
     "tensor": "`parallelize_module` of embedding, MLPs and head",
 }
 FEATURES: Mapping[str, str] = {
@@ -90,24 +91,28 @@ def models(way: str, features: Sequence[str], mesh: DeviceMesh) -> tuple[nn.Modu
     if way == "tensor":
         return in_parallel(plain, mesh), in_parallel(ours, mesh)
     parallel = DistributedDataParallel(plain, process_group=mesh.get_group())
-    return parallel, fxremat.fully_shard(ours, mesh, replicate=True)
+    return parallel, ours if way == "around" else fxremat.fully_shard(ours, mesh, replicate=True)
 
 
 def cell_of_rank(rank: int, world: int, way: str, feature: str) -> Cell:
-    """Train one cell as one of its processes."""
+    """Train one cell, or several features joined by "+", as one of its processes."""
     os.environ["FXREMAT_CACHE"] = tempfile.mkdtemp(prefix="fxremat-")
     throttle.register()
     throttle.set_link(bytes_per_second=1e12)
     mesh = DeviceMesh.from_group(dist.new_group(list(range(world)), backend="throttled"), "cpu")
-    features = () if feature == "alone" else ("outside",) if feature == "pipeline" else (feature,)
+    features = {"alone": (), "pipeline": ("outside",)}.get(feature, tuple(feature.split("+")))
     models_of = models(way, features, mesh)
+
+    def around(compiled: nn.Module) -> nn.Module:
+        return DistributedDataParallel(compiled, process_group=mesh.get_group()) if way == "around" else compiled
+
     if feature == "pipeline":
         for module in (part for model in models_of for part in model.modules()):
             if isinstance(module, nn.Dropout):
                 module.p = 0.0  # each stage draws from the generator of its rank
-        cell = pipelined(*models_of)
+        cell = pipelined(models_of[0], around(models_of[1]))
     else:
-        cell = combinations.compared(features, *models_of, 1 if way == "tensor" else 1 + rank)
+        cell = combinations.compared(features, *models_of, 1 if way == "tensor" else 1 + rank, around)
     if cell.outcome == "wrong" and (way, feature) in ROUNDED and cell.off <= TOLERANCE[False] and (cell.peak or 0) <= 1:
         cell = replace(cell, outcome="rounding")
     return replace(cell, features=(way, feature))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from . import combinations, fits, kernel_starts, kernels_page, offload, slices_page
+from . import combinations, combinations_of_ranks, fits, kernel_starts, kernels_page, offload, slices_page
 from .alternatives import rows, verdict
 from .first_hour import page as gpu_page
 
@@ -184,6 +184,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "kernel_starts.json": kernel_starts.tables,
     "offload.json": _offload,
     "combinations.json": combinations.page,
+    "combinations_of_ranks.json": combinations_of_ranks.page,
     "fits.json": fits.page,
     **{f"gpu_first_hour/{name}.json": partial(gpu_page.table, name) for name in gpu_page.COLUMNS},
 }

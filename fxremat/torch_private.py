@@ -1335,6 +1335,16 @@ def among_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def is_data_parallel() -> bool:
+    """Tell whether the forward of a DistributedDataParallel is running, whose backward will reduce gradients.
+
+    `DistributedDataParallel._active_ddp_module` (torch 2.11, 2.13).
+    """
+    if "torch.nn.parallel.distributed" not in sys.modules:
+        return False
+    return getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None
+
+
 def store_of_job() -> Any:
     """Return the key-value store of the default process group; None if there is no process group.
 

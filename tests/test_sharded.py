@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import tempfile
 from collections import Counter
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -33,13 +35,15 @@ from torch.profiler import ProfilerActivity, profile
 import fxremat
 from benchmarks import throttle
 from benchmarks.meter import model_peak
-from fxremat.settings import Search
+from fxremat.runtime import loss_meter
+from fxremat.settings import Offload, Search
 from tests.ranks import run_ranks
 from tests.sharded_training import (
     Batches,
     Floats,
     Images,
     Text,
+    adamw,
     differences,
     gradients,
     in_blocks,
@@ -171,6 +175,8 @@ def _every_day(rank: int, world: int) -> dict[str, Any]:
         "fsdp": _as_fsdp(rank, world, ("dropout", "uneven", "batch norm"), ("60%",)),
         "ddp": _as_ddp(rank, world, ("dropout",), ("60%",)),
         "refused": _refused(rank, world),
+        "hosted": _hosted(rank, world),
+        "loss outside": _loss_that_takes_more_on_one_rank(rank, world),
     }
 
 
@@ -590,6 +596,67 @@ def test_the_measured_peak_is_the_predicted_one_on_every_rank(tmp_path: Path) ->
                 assert abs(predicted - measured) <= (0.02 if name == "sharded" else 0.06) * measured, (name, rows)
 
 
+def _hosted(rank: int, world: int) -> dict[str, Any]:
+    """Differences of replicated models whose weights may live on the host, and how many do."""
+    own_cache()
+    found: dict[str, Any] = {}
+    for updates in ("plain", "backward", "step", "around"):
+        model = seeded(partial(Floats, width=32))
+        if updates in ("backward", "step"):
+            fxremat.fully_shard(model, replicate=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        trained: nn.Module = model
+        if updates != "plain":
+            host = Offload(weights=True, updates="backward" if updates == "backward" else "step")
+            trained = fxremat.compile(model, mem="50%", offload=host, optimizer=optimizer, **QUICK)
+        if updates in ("plain", "around"):
+            trained = DistributedDataParallel(trained)
+        for batch in vectors(rank, steps=3):
+            optimizer.zero_grad()
+            trained(*batch).backward()
+            if updates != "backward":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)  # which changes nothing
+            optimizer.step()
+        if updates == "plain":
+            plain = state(model)
+            continue
+        compiled: Any = trained.module if updates == "around" else trained
+        found[updates] = unequal(state(model), plain), len(compiled._fxremat.backend.hosted)
+    return found
+
+
+def test_weights_on_the_host_are_those_of_ddp(every_day: list[dict[str, Any]]) -> None:
+    for found in every_day:
+        for updates, (differ, hosted) in found["hosted"].items():
+            assert differ == [], updates
+            assert hosted > 0, updates
+
+
+def _loss_that_takes_more_on_one_rank(rank: int, world: int) -> tuple[int, list[str]]:
+    """The number of plans after two steps of which the first takes more on one rank, and what is logged of it."""
+    own_cache()
+    mesh = init_device_mesh("cpu", (world,))
+    model = seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))
+    compiled = fxremat.compile(
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}), mem="100%", **QUICK
+    )
+    levels, logged = iter([(0, 0), (10**6, 10**6)] if rank == 0 else []), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fxremat.runtime.dynamo").addHandler(handler)
+    with mock.patch.object(loss_meter, "levels_of", side_effect=lambda _: next(levels, None)):
+        for _ in range(2):
+            compiled(_numbers(0)[0][0]).square().sum().backward()
+    return len(compiled.fxremat.plans), logged
+
+
+def test_no_rank_plans_again_alone_for_its_loss(every_day: list[dict[str, Any]]) -> None:
+    (plans, logged), other = (found["loss outside"] for found in every_day)
+    assert (plans, other) == (1, (1, []))
+    assert len(logged) == 1
+    assert 'fxremat.compile(..., loss="' in logged[0]
+
+
 def _deep(rank: int, world: int) -> tuple[int, int, int]:
     """The least budgets of a deep model, sharded and replicated, and the bytes of one block's weights."""
     own_cache()
@@ -668,6 +735,23 @@ def _refused(rank: int, world: int) -> list[str]:
     note(lambda: fxremat.fully_shard(once))
     note(lambda: fxremat.fully_shard(replicated, replicate=True))
     note(lambda: fxremat.fully_shard(parallel))
+    hosted: dict[str, Any] = {"mem": "80%", "offload": Offload(weights=True)}
+    for model in (fully_shard(seeded(Floats), mesh=mesh), _in_parallel(mesh)):
+        note(lambda model=model: fxremat.compile(model, optimizer=adamw(model.parameters()), **hosted))  # type: ignore[misc]
+    note(fxremat.compile(replicated, optimizer=adamw(replicated.parameters()), **hosted).no_sync().__enter__)
+    plain = seeded(Floats)
+    around = DistributedDataParallel(fxremat.compile(plain, optimizer=adamw(plain.parameters()), **hosted))
+    note(lambda: around(*vectors(rank)[0]))
+    before = state(plain)
+    note(lambda: fxremat.compile(_in_parallel(mesh), mem="80%", backend="inductor")(*_numbers(0)[0]))
+    x, y = vectors(rank)[0]
+    for shared in (replicated, parallel, _in_parallel(mesh)):
+        note(
+            lambda shared=shared: fxremat.pipeline(  # type: ignore[misc]
+                shared, x, mem="1GiB", devices=world, microbatches=2, loss_fn=F.cross_entropy, example_target=y
+            )
+        )
+    assert unequal(before, state(seeded(Floats))) == []
     return messages
 
 
@@ -676,7 +760,21 @@ def test_uses_that_cannot_work_are_refused_on_every_rank(every_day: list[dict[st
     assert first == second
     for message, part in zip(
         first,
-        ("fully_shard(model, replicate=True)", "CPUOffloadPolicy", "already", "already", "DistributedDataParallel"),
+        (
+            "fully_shard(model, replicate=True)",
+            "CPUOffloadPolicy",
+            "already",
+            "already",
+            "DistributedDataParallel",
+            "12 of this model's 12 parameters are cut among ranks (fully_shard)",
+            "9 of this model's 12 parameters are cut among ranks (parallelize_module)",
+            "leave no_sync() out",
+            'Offload(weights=True, updates="step")',
+            "6 of the",
+            "fully_shard(replicate=True)",
+            "DistributedDataParallel",
+            "9 of this model's 12 parameters are cut among ranks (parallelize_module)",
+        ),
         strict=True,
     ):
         assert part in message

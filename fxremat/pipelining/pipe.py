@@ -25,7 +25,7 @@ from fxremat.pipelining.memory import StageMemory, most_bytes
 from fxremat.pipelining.profile import Profile, profile
 from fxremat.pipelining.run import Rank, held_by
 from fxremat.pipelining.stages import Loss, Ops, capture
-from fxremat.runtime.sharded import shared_by
+from fxremat.runtime.sharded import cut_by, is_replicated
 from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan, Way
 from fxremat.solvers.pipeline.on_demand import OnDemandCosts
 from fxremat.solvers.pipeline.stage_costs import step_seconds
@@ -217,9 +217,12 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _refuse_shared(model: nn.Module) -> None:
-    """Raise `FxrematError` for a model whose parameters ranks share, or reduce the gradients of, already."""
-    parallel = nn.parallel.DistributedDataParallel
-    by = "this model is wrapped by DistributedDataParallel" if isinstance(model, parallel) else shared_by(model)
+    """Raise `FxrematError` for a model whose parameters ranks have cut, or whose gradients they reduce."""
+    by = cut_by(model)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        by = "DistributedDataParallel reduces the gradients of this model"
+    if is_replicated(model):
+        by = "fully_shard(replicate=True) has noted that this model's gradients are reduced"
     if by:
         raise FxrematError(
             f"a pipeline gives each rank the whole parameters of its stages, and {by}: give fxremat.pipeline the model "

@@ -43,7 +43,13 @@ def plan(step: Step, options: Options) -> Plan:
             percent.
     """
     if options.compiles and communicates(step.graph):
-        raise FxrematError('backend="inductor" compiles steps of one device; this one communicates with other ranks')
+        ops = step.graph.ops
+        some = f"{sum(op.communicates for op in ops)} of the {len(ops)} ops"
+        raise FxrematError(
+            f'backend="inductor" compiles steps of one device, and {some} of this one communicate with other ranks: '
+            "leave backend out, or, where a rank can hold all parameters, put DistributedDataParallel around "
+            "fxremat.compile(model, mem=...), which sends gradients after the backward"
+        )
     if options.plan is not None and options.loss_seen is None and (saved := _saved(step, options)) is not None:
         return saved
     if isinstance(options.budget, Least):

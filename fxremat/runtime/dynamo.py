@@ -155,6 +155,7 @@ class Backend:
         self.input_names = tuple(names)
         self.plans: deque[Plan] = deque(maxlen=KEPT_PLANS)
         self.until = Until.RUN
+        self._told_of_loss = False  # True once a warning told ranks that the loss takes more memory than planned
         self.outdated = False  # True if the loss takes more memory than planned, or less memory is free than before
         self.weights: Weights | None = None
         self.coordinator: Coordinator | None = None
@@ -249,7 +250,10 @@ class Backend:
             yield
 
     def _take_loss(self, loss: MeasuredLoss) -> None:
-        """Plan again at the next call if a loss outside the model needs more memory than planned, or much less."""
+        """Plan again at the next call if a loss outside the model needs more memory than planned, or much less.
+
+        The plan of ranks that communicate stays, since a rank that plans alone would wait for the others forever.
+        """
         plan = self.plans[-1]
         known = self.options.loss_seen
         planned = self.options.loss_outside.size or math.ceil(loss.assumed * (known.peak if known else 1))
@@ -258,6 +262,17 @@ class Backend:
         less = loss.exact and known is None and self.options.loss_outside.size is None
         less = less and _would_gain(plan, planned - loss.peak)
         if not (more or less):
+            return
+        if communicates(plan.graph):
+            if more and not self._told_of_loss:
+                self._told_of_loss = True
+                log.warning(
+                    "the loss outside the model allocated %s where %s had been set aside, and ranks that share a model "
+                    'keep the plan that they made together: fxremat.compile(..., loss="%s") makes room for it',
+                    format_bytes(loss.peak),
+                    format_bytes(planned),
+                    enough(loss.peak),
+                )
             return
         seen = SeenLoss(peak=Fraction(loss.peak, loss.assumed), held=Fraction(max(0, loss.held), loss.assumed))
         if known is not None:

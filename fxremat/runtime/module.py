@@ -59,6 +59,7 @@ from fxremat.torch_private import (
     compiled_in_parts,
     compiled_step,
     graph_break_place,
+    is_data_parallel,
     is_traced,
     outside_graphs,
     planning_error,
@@ -98,6 +99,11 @@ NO_GRAPHS = (
     "the loop, or what is before and after the line that breaks the graph, into methods of their own"
 )
 NOTHING_TO_PLAN = "there is nothing to plan: the model's forward computes nothing that needs a gradient"
+UNREDUCED = (
+    "DistributedDataParallel reduces gradients after the backward, and with Offload(weights=True) the backward updates "
+    'the parameters: give Offload(weights=True, updates="step"), which updates them after that, or compile '
+    "fxremat.fully_shard(model, replicate=True), which reduces gradients inside of the backward"
+)
 UNDER_TRANSFORM = (
     "under a transform of torch.func (grad, vmap, ...) the plain model runs: fxremat's budget does not hold there"
 )
@@ -379,7 +385,7 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
         only_fixed |= fixed
         return compiled_step(plain, backend, name, False) if only_fixed else step_of(plain)
 
-    if options.stepping is not None and (by := _shared_by(model)):
+    if options.stepping is not None and (by := _cut_by(model)):
         raise FxrematError(
             f"Offload(weights=True) keeps whole parameters on the host, and {by}: offload=True moves activations, and "
             "more ranks hold smaller shards"
@@ -437,13 +443,16 @@ def _shared(model: nn.Module) -> Shared | None:
     return Shared.of(model)
 
 
-def _shared_by(model: nn.Module) -> str:
-    """Return which parameters ranks share, as text; "" if there are none. Does not itself import torch.distributed."""
+def _cut_by(model: nn.Module) -> str:
+    """Return which parameters are cut among ranks, as text; "" if there are none.
+
+    Does not itself import torch.distributed.
+    """
     if "torch.distributed.tensor" not in sys.modules:
         return ""
-    from fxremat.runtime.sharded import shared_by
+    from fxremat.runtime.sharded import cut_by
 
-    return shared_by(model)
+    return cut_by(model)
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -505,8 +514,18 @@ def _no_sync(self: Any) -> Iterator[None]:
 
 
 def _set_requires_gradient_sync(self: Any, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-    """Set whether the next backwards reduce gradients over ranks, as FSDP2's method of the same name does."""
-    shared = _training_of(self).shared
+    """Set whether the next backwards reduce gradients over ranks, as FSDP2's method of the same name does.
+
+    Raises `FxrematError` if weights may be on the host, where gradients that are not reduced have no place.
+    """
+    training = _training_of(self)
+    if training.backend.options.stepping is not None and not requires_gradient_sync:
+        raise FxrematError(
+            "Offload(weights=True) keeps the gradients of parameters where these live, and those of no_sync() are not "
+            'theirs yet: leave no_sync() out; with Offload(weights=True, updates="step") each backward reduces its '
+            "gradients and adds them up"
+        )
+    shared = training.shared
     if shared is not None:
         shared.sync = requires_gradient_sync
 
@@ -626,6 +645,8 @@ def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kw
     weights = None
     if backend.options.stepping is not None:
         _check_trainable(training.model, args, kwargs)
+        if backend.options.host is not None and backend.options.host.updates == "backward" and is_data_parallel():
+            raise FxrematError(UNREDUCED)
         weights = backend.prepare_weights([*_tensors((args, kwargs)), *training.model.parameters()])
         if weights and backend.until is Until.RUN:
             _settle(module, weights, args, kwargs)

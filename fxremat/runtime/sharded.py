@@ -206,16 +206,12 @@ def note_replicated(model: nn.Module, parameters: Sequence[ShardedParameter]) ->
     model.__dict__[REPLICATED] = parameters
 
 
-def shared_by(model: nn.Module) -> str:
-    """Return how many of a model's parameters ranks share, and by which functions, as text; "" if there are none."""
+def cut_by(model: nn.Module) -> str:
+    """Return how many of a model's parameters are cut among ranks, and by what, as text; "" if there are none."""
     parameters = list(model.parameters())
-    distributed = sum(isinstance(parameter, DTensor) for parameter in parameters)
-    among = f"{distributed} of this model's {len(parameters)} parameters are shared among ranks"
-    if is_sharded(model):
-        return f"{among} (fully_shard)"
-    if is_replicated(model):
-        return f"{len(parameters)} of this model's {len(parameters)} parameters are replicated (fully_shard)"
-    return f"{among} (parallelize_module)" if distributed else ""
+    cut = sum(isinstance(parameter, DTensor) for parameter in parameters)
+    by = "fully_shard" if is_sharded(model) else "parallelize_module"
+    return f"{cut} of this model's {len(parameters)} parameters are cut among ranks ({by})" if cut else ""
 
 
 def is_replicated(model: nn.Module) -> bool:
