@@ -252,7 +252,7 @@ class Backend:
     def _take_loss(self, loss: MeasuredLoss) -> None:
         """Plan again at the next call if a loss outside the model needs more memory than planned, or much less.
 
-        The plan of ranks that communicate stays, since a rank that plans alone would wait for the others forever.
+        The plan of ranks that communicate stays, since they can only plan together, and may measure different losses.
         """
         plan = self.plans[-1]
         known = self.options.loss_seen
