@@ -229,7 +229,7 @@ def clip(parameters: Sequence[nn.Parameter], most: float) -> None:
     for parameter in parameters:
         kinds.setdefault(_is_distributed(parameter), []).append(parameter)
     norms = [nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds.values()]
-    whole = [norm.full_tensor() if _is_distributed(norm) else norm for norm in norms]  # type: ignore[operator]
+    whole = [norm.full_tensor() if _is_distributed(norm) else norm for norm in norms]  # type: ignore[attr-defined]
     norm = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
     for kind in kinds.values():
         nn.utils.clip_grads_with_norm_(kind, most, norm)
@@ -242,7 +242,7 @@ def _is_distributed(tensor: Tensor) -> bool:
 def local(tensor: Any) -> Tensor:
     """Return what this rank has of a tensor."""
     part: Tensor = tensor.detach()
-    return part.to_local() if _is_distributed(part) else part  # type: ignore[operator]
+    return part.to_local() if _is_distributed(part) else part  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
