@@ -1,0 +1,138 @@
+"""What a program makes PyTorch's caching allocator reserve: its allocations in order, replayed on a model of it.
+
+    at the beginning    copies of inputs that the step overwrites
+    a step              its results, then its workspace; the workspace is freed, then what no later step reads
+    between the halves  gradients that autograd passes in, and what a loss outside the model takes
+
+Parameters and inputs are there before the step. What the step returns stays. An op that overwrites an operand takes over
+its block. The workspace of an op is one allocation, although an op may make several.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fxremat.step.caching_allocator import Block, CachingAllocator
+from fxremat.step.costs import Costs
+from fxremat.step.liveness import Sizes, lives
+from fxremat.step.program import Program, Step, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An allocation, a free, or a block that goes over to another value."""
+
+    key: int  # what it is that is allocated: a version, or a number below 0
+    bytes: int = 0  # bytes to allocate; 0: it is freed
+    of: int | None = None  # the key whose block this one takes over, without an allocation
+
+
+_WORKSPACE, _OUTSIDE, _ROOT = -1, -2, -3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reserved:
+    """Peaks of a replayed step, in bytes."""
+
+    allocated: int
+    reserved: int
+
+
+def replayed(program: Program, costs: Costs, allocator: CachingAllocator) -> Reserved | None:
+    """Replay a step on an allocator, and return its peaks; None where what happens is not known exactly.
+
+    That is the case for copies to the host and communication, which use streams of their own. O(steps log steps).
+    """
+    found = allocations(program, costs)
+    if found is None:
+        return None
+    blocks: dict[int, Block] = {}
+    for event in found:
+        if event.of is not None:
+            blocks[event.key] = blocks.pop(event.of)
+        elif event.bytes:
+            blocks[event.key] = allocator.allocate(event.bytes)
+        else:
+            allocator.free(blocks.pop(event.key))
+    return Reserved(allocated=allocator.most_allocated, reserved=allocator.most_reserved)
+
+
+def allocations(program: Program, costs: Costs) -> list[Event] | None:
+    """Return the allocations and frees of a step, in the order in which lowered graphs make them; None: not known."""
+    ops = program.layout.graph.ops
+    if any(isinstance(step, Transfer) or ops[step.op].communicates for step in program.steps):
+        return None
+    return list(_Events(program, costs).all())
+
+
+class _Events:
+    """Makes the events of one program."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.program, self.graph, self.sizes = program, program.layout.graph, costs.sizes
+        self.fresh = costs.fresh
+        self.alive: set[int] = set()
+        self.bytes = [_as_asked(size, self.sizes) for _, size in lives(program, self.sizes)]
+        self.ends: dict[int, list[int]] = defaultdict(list)
+        for version, (last, _) in enumerate(lives(program, self.sizes)):
+            self.ends[last].append(version)
+
+    def all(self) -> Iterator[Event]:
+        """Yield the events of the step."""
+        program = self.program
+        for value in sorted(program.preserved):
+            yield from self._born(program.first[value])
+        for position, step in enumerate(program.steps):
+            assert isinstance(step, Step)
+            if position == program.split:
+                yield from self._between()
+            yield from self._ran(step)
+            for version in self.ends[position]:
+                if version in self.alive:
+                    self.alive.remove(version)
+                    yield Event(version)
+        if program.split == len(program.steps):
+            yield from self._between()
+
+    def _born(self, version: int) -> Iterator[Event]:
+        if self.bytes[version]:
+            self.alive.add(version)
+            yield Event(version, self.bytes[version])
+
+    def _ran(self, step: Step) -> Iterator[Event]:
+        op = self.graph.ops[step.op]
+        workspace = self.sizes.workspace[step.op]
+        taken = None
+        if op.overwrites is not None and step.op not in self.fresh:
+            workspace += self.sizes.values[op.writes[0]]
+            taken = next(v for v in step.reads if self.program.version_of[v] == op.overwrites)
+        for version in step.writes:
+            if taken is not None and taken in self.alive:
+                self.alive.remove(taken)
+                self.alive.add(version)
+                yield Event(version, of=taken)
+            else:
+                yield from self._born(version)
+        if (size := _as_asked(workspace, self.sizes)) > 0:
+            yield Event(_WORKSPACE, size)
+            yield Event(_WORKSPACE)
+
+    def _between(self) -> Iterator[Event]:
+        graph, sizes = self.graph, self.sizes
+        brought = sizes.root + sum(sizes.values[value] for value in graph.tangent_values)
+        if sizes.outside > brought:
+            yield Event(_OUTSIDE, sizes.outside - brought)
+        for value in graph.tangent_values:
+            if value in self.program.first:
+                yield from self._born(self.program.first[value])
+        if sizes.root:
+            yield Event(_ROOT, sizes.root)
+        if sizes.outside > brought:
+            yield Event(_OUTSIDE)
+
+
+def _as_asked(size: int, sizes: Sizes) -> int:
+    """Return a size without what is counted for the rest of a block that the allocator may leave unsplit."""
+    return size - sizes.unsplit if sizes.unsplit and size > sizes.unsplit else size
