@@ -30,12 +30,13 @@ from fxremat.plans import Plan
 from fxremat.settings import Inductor, Loss, Offload, Search, Slices, Wish, check_wishes
 from fxremat.solvers.registry import JOINS, LISTS, SOLVERS, TABLES
 from fxremat.solvers.registry import NAMES as CHAINS
-from fxremat.units import Budget, Bytes, parse_budget, parse_bytes, shortened
+from fxremat.units import Budget, Bytes, Percent, parse_budget, parse_bytes, shortened
 
 PLANNERS = ("auto", *LISTS, *TABLES)  # names of the solvers that plan models
 # names of the chain solvers that can also offload tensors
 TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)
 BACKENDS = ("eager", "inductor")
+COUNTS = ("allocated", "reserved")
 
 # input name -> dimension -> its range: an `export.Dim`, or (minimum, maximum)
 Sizes = Mapping[str, Mapping[int, Dim | tuple[int, int]]]
@@ -58,6 +59,7 @@ class PlanOptions(TypedDict, total=False):
     fullgraph: bool
     never_again: Wish | Sequence[Wish]
     keep: Wish | Sequence[Wish]
+    count: str
 
 
 class StepOptions(PlanOptions, total=False):
@@ -121,6 +123,9 @@ class Options:
         never_again: forward ops that are never recomputed: a pattern of module names, such as "*.router", a function
             that gets a node of the captured graph and returns a bool, or a list of these.
         keep: ops, given as in `never_again`, that are never recomputed and whose results are never offloaded.
+        count: "allocated": `mem` limits the bytes of tensors and workspaces. "reserved": it limits all that PyTorch's
+            caching allocator takes from the device for them (`Plan.predicted_reserved`), on CUDA; `mem` is then given
+            in bytes, or is "min" or "auto".
 
     Raises:
         InvalidBudget: a size or budget has an invalid form.
@@ -144,6 +149,7 @@ class Options:
     fullgraph: bool = False
     never_again: Wish | Sequence[Wish] = ()
     keep: Wish | Sequence[Wish] = ()
+    count: str = "allocated"
     # True: a saved plan of another step is an error. Set internally.
     strict: bool | None = field(default=None, repr=False)
     # memory of the loss outside the model, measured during steps. Set internally.
@@ -178,6 +184,7 @@ class Options:
         self._check_backend()
         self._check_optimizer()
         self._check_solver()
+        self._check_count()
 
     @property
     def measures(self) -> bool:
@@ -225,19 +232,26 @@ class Options:
         return self.inductor is not None
 
     @property
+    def counts_reserved(self) -> bool:
+        """True if `mem` limits the bytes that the device's allocator reserves."""
+        return self.count == "reserved"
+
+    @property
     def resizable(self) -> bool:
         """True if one captured graph may be used for several input sizes.
 
-        It cannot with a saved plan, offloading, slices or compiled kernels.
+        It cannot with a saved plan, offloading, slices, compiled kernels or a limit of reserved bytes.
         """
-        return not (self.plan or self.host or self.slicing or self.compiles)
+        return not (self.plan or self.host or self.slicing or self.compiles or self.counts_reserved)
 
     @property
     def needs_fixed_sizes(self) -> str:
         """Name of the option that needs inputs of fixed sizes, for error messages."""
         if self.plan:
             return "a saved plan"
-        return 'backend="inductor"' if self.compiles else "slices" if self.slicing else "offloading"
+        if self.compiles:
+            return 'backend="inductor"'
+        return "slices" if self.slicing else "offloading" if self.host else 'count="reserved"'
 
     @property
     def needs_one_graph(self) -> str:
@@ -252,6 +266,8 @@ class Options:
             return 'backend="inductor"'
         if self.slicing:
             return "slices"
+        if self.counts_reserved:
+            return 'count="reserved"'
         return "" if self.measures else "an estimate"
 
     @property
@@ -397,6 +413,20 @@ class Options:
         raise FxrematError(
             f"unknown solver {shortened(self.solver)}{_perhaps(guess)}; those that plan models are {', '.join(known)}"
         )
+
+
+    def _check_count(self) -> None:
+        if self.count not in COUNTS:
+            raise FxrematError(f"count is {shortened(self.count)}; it is one of {', '.join(COUNTS)}")
+        if not self.counts_reserved:
+            return
+        if self.device_mem is not None:
+            raise FxrematError('count="reserved" goes with mem; device_mem leaves room for what is reserved')
+        if self.host or self.compiles or self.plan is not None:
+            other = "a saved plan" if self.plan is not None else "offload" if self.host else 'backend="inductor"'
+            raise FxrematError(f'count="reserved" replays single ops on one stream; it does not go with {other}')
+        if isinstance(self.budget, Percent):
+            raise InvalidBudget('count="reserved" goes with bytes, mem="4GiB", or with "min" or "auto", not with percent')
 
 
 HIDDEN = ("loss_seen", "strict", "pure", "division")  # fields of `Options` that are set internally, not by users

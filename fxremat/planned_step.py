@@ -25,6 +25,7 @@ from fxremat.slices.rewrite import SlicedRegion, Slicing
 from fxremat.step.costs import Costs, Link, apart
 from fxremat.step.liveness import Memory, live_bytes
 from fxremat.step.program import Program
+from fxremat.step.reserved import AllocatorState
 from fxremat.step.step_graph import StepGraph
 from fxremat.units import format_bytes, format_ratio, format_seconds
 
@@ -113,6 +114,8 @@ class PlannedStep:
     environment: Mapping[str, Any] | None = None  # device, versions and settings of a plan read from a file; else None
     saved_as: str = ""  # path of the file that the plan was read from; "": it was not read from a file
     assumed: str = ""  # what was assumed about the device that costs were estimated for
+    # PyTorch's caching allocator when the plan was made; None: the device has none, or the plan is from a file
+    allocator: AllocatorState | None = None
 
     def __repr__(self) -> str:
         return f"<fxremat plan: {self.headline}>"
@@ -135,6 +138,18 @@ class PlannedStep:
     def predicted_peak(self) -> int:
         """Predicted peak in bytes, exact except for the allocator's rounding."""
         return max(self.running.chosen.peak, self.weights.step_bytes if self.weights else 0)
+
+    @cached_property
+    def predicted_reserved(self) -> int | None:
+        """Predicted bytes that PyTorch's allocator takes from the device during a step; None: not known.
+
+        They are above those that it had when the plan was made and could not give back, and include what is reserved
+        and not allocated. They are known for CUDA devices, without copies to the host, communication and compiled
+        regions.
+        """
+        if self.allocator is None or self.weights or self.compiled:
+            return None
+        return self.allocator.reserved_by(self.program, self.costs)
 
     @property
     def predicted_time(self) -> float:

@@ -129,7 +129,7 @@ def _with_weights(made: Plan, step: Step) -> Plan:
 def _with_advice(error: BudgetTooSmall, variants: Variants, options: Options) -> BudgetTooSmall:
     """Add to the error the least budget that would work with `slices=True`; return it unchanged if that is not known.
     """
-    if options.slicing or error.note or len(variants.captured.step.ranks.ranks) > 1:
+    if options.slicing or options.counts_reserved or error.note or len(variants.captured.step.ranks.ranks) > 1:
         return error
     try:
         return error.explained(note=what_slices_buy(variants.captured, error, options))

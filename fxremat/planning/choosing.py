@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from fxremat.cost.allocator import allocator_of, assumed_allocator
 from fxremat.cost.calibrate import calibration
 from fxremat.cost.device_memory import DeviceMemory, memory_on
 from fxremat.cost.estimate import assumptions
@@ -29,20 +30,34 @@ from fxremat.planning.wishes import staying
 from fxremat.plans import Plan
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.floor import floor_of
+from fxremat.step.caching_allocator import LARGE_SEGMENT, SMALL_SEGMENT
 from fxremat.step.costs import Costs, Link
+from fxremat.step.reserved import AllocatorState
 from fxremat.transfers.network import communicates, with_overlap
 from fxremat.transfers.offloading import with_offloading, with_schedules
 from fxremat.transfers.weight_updates import best_within, resident_peak
+
+# bytes that a budget of reserved bytes leaves free: a segment of each pool, since an op may allocate its workspace in
+# parts, or in another order than is assumed
+SPARE = SMALL_SEGMENT + LARGE_SEGMENT
 
 
 def chosen(survey: Survey, options: Options) -> Plan:
     """Plan with the fastest candidate of a step's frontier that fits the budget. Raises `BudgetTooSmall` if none does.
     """
-    survey = _calibrated(survey, options)
-    return survey.step.ranks.together("planning", partial(_chosen, survey, options))
+    allocator = allocator_at(survey.step.graph, options)
+    survey = _calibrated(survey, options, allocator)
+    return survey.step.ranks.together("planning", partial(_chosen, survey, options, allocator))
 
 
-def _chosen(survey: Survey, options: Options) -> Plan:
+def allocator_at(graph: Captured, options: Options) -> AllocatorState | None:
+    """Return the state of the device's caching allocator now, or of a named device's; None if it has none."""
+    if options.device is not None:
+        return assumed_allocator(estimated_device(graph, options))
+    return allocator_of(device_of(graph))
+
+
+def _chosen(survey: Survey, options: Options, allocator: AllocatorState | None) -> Plan:
     """Schedule copies to the host and communication with other ranks beside the ops, and choose the fastest that fits.
     """
     if communicates(survey.step.graph) and not options.offloads:
@@ -52,31 +67,61 @@ def _chosen(survey: Survey, options: Options) -> Plan:
         return _plan_with_weights(survey, survey.step.trained, options)
     if options.offloads:
         return _plan_with_offloading(survey, options)
-    return plan_of(_fastest(survey), survey.frontier, survey.costs, survey.limit.bytes, options)
+    best = _fastest(survey, options, allocator)
+    return plan_of(best, survey.frontier, survey.costs, survey.limit.bytes, options, allocator=allocator)
 
 
-def _calibrated(survey: Survey, options: Options) -> Survey:
+def _calibrated(survey: Survey, options: Options, allocator: AllocatorState | None) -> Survey:
     """Run one program whose peak is near the budget, and scale all times by its measured over its predicted seconds.
 
     Estimated costs stay as they are. Without offloading, `BudgetTooSmall` is raised before anything runs.
     """
     if options.host is None:
-        _fastest(survey)  # called only to raise `BudgetTooSmall` before anything runs, if nothing fits
+        _fastest(survey, options, allocator)  # only to raise `BudgetTooSmall` before anything runs, if nothing fits
     if not options.measures:
         return survey
     near = survey.frontier.nearest(survey.limit.bytes).program()
     factor = calibration(near, survey.costs, survey.step.inputs, survey.step.ranks)
-    return replace(survey, frontier=survey.frontier.scaled(factor), costs=survey.costs.scaled(factor))
+    return survey.scaled(factor)
 
 
-def _fastest(survey: Survey) -> Candidate:
+def _fastest(survey: Survey, options: Options, allocator: AllocatorState | None = None) -> Candidate:
     """Return the fastest candidate that fits. Raises `BudgetTooSmall`, which names the op at which memory is largest.
     """
+    if options.counts_reserved:
+        return _fastest_reserving(survey, allocator)
     try:
         return survey.frontier.within(survey.limit.bytes)
     except BudgetTooSmall as error:
         reason = str(floor_of(survey.frontier.candidates[-1].program(), survey.costs))
         raise survey.limit.explained(error, reason) from None
+
+
+def _fastest_reserving(survey: Survey, allocator: AllocatorState | None) -> Candidate:
+    """Return the fastest candidate for which the allocator reserves no more bytes than the budget.
+
+    Raises:
+        BudgetTooSmall: there is none; `.minimum` is the least number of bytes that is reserved for one.
+        FxrematError: the bytes that are reserved are not known.
+    """
+    costs, limit = survey.costs, survey.limit.bytes - SPARE
+    candidates = sorted({*survey.frontier.candidates, *survey.begun}, key=lambda each: (each.time, each.peak))
+
+    def reserved(candidate: Candidate, at_most: int | None = None) -> int:
+        found = allocator.reserved_by(candidate.program(), costs, at_most) if allocator else None
+        if found is None:
+            raise FxrematError(
+                'count="reserved" is about the caching allocator of a CUDA device, and a step that does not '
+                f"communicate; this one is on {survey.step.graph.device}"
+            )
+        return found
+
+    for candidate in candidates:
+        if reserved(candidate, limit) <= limit:
+            return candidate
+    least = min(map(reserved, candidates)) + SPARE
+    note = f"these are reserved bytes, {SPARE} of them to spare"
+    raise survey.limit.explained(BudgetTooSmall(minimum=least, budget=survey.limit.bytes, note=note))
 
 
 def plan_of(
@@ -100,7 +145,7 @@ def plan_of(
         assumed="; ".join(filter(None, assumed)),
         on_device=_memory(graph, options),
         timed="measured" if options.measures else "estimated",
-        **further,
+        **({"allocator": allocator_at(graph, options)} | further),
     )
 
 
@@ -125,7 +170,7 @@ def _plan_with_offloading(survey: Survey, options: Options) -> Plan:
     if communicates(graph):
         offloaded = with_overlap(offloaded, costs, limit.bytes)
     try:
-        best = _fastest(replace(survey, frontier=offloaded))
+        best = _fastest(replace(survey, frontier=offloaded), options)
     except BudgetTooSmall as error:
         raise _naming_the_limit(error, frontier, costs, link, options) from None
     return plan_of(best, offloaded, costs, limit.bytes, options, tier=tier, link=link)

@@ -25,7 +25,7 @@ from fxremat.planning.frontier_cache import NO_GRAPH, FrontierCache
 from fxremat.planning.limits import Limit
 from fxremat.planning.step import Step
 from fxremat.planning.wishes import check_meant, dear, fair, obedient, run_once
-from fxremat.search.candidate import Frontier
+from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.executions import keep_all_peak
 from fxremat.search.refine import Ladder, lowered
 from fxremat.search.replan import judged_again
@@ -51,6 +51,17 @@ class Survey:
     # the rewritten graph, if ops of the step run in slices; None: the step as captured
     sliced: SlicedJoint | None = None
     measured: bool = True  # False: the costs of ops that were never measured are estimates
+    # the candidates before they were improved op by op, fastest first: some may reserve less than those of the frontier
+    begun: tuple[Candidate, ...] = ()
+
+    def scaled(self, factor: float) -> Survey:
+        """Return the survey with every time multiplied by `factor`, which corrects predicted to measured times."""
+        return replace(
+            self,
+            frontier=self.frontier.scaled(factor),
+            costs=self.costs.scaled(factor),
+            begun=tuple(replace(candidate, time=candidate.time * factor) for candidate in self.begun),
+        )
 
     @property
     def blocked(self) -> tuple[str, ...]:
@@ -91,9 +102,17 @@ def surveyed(
         costs = facts_of(step, options, partial(order_within_limit, step, limit))
     else:
         costs = assumed_facts(step.graph, options, rate or 1.0)
-    frontier = _frontier(step, costs, options, limit)
+    frontier, begun = _frontier(step, costs, options, limit)
     limit = limit.of(partial(keep_all_of, step, costs, frontier))
-    return Survey(step=step, costs=costs, frontier=frontier, limit=limit, sliced=sliced, measured=measured)
+    return Survey(
+        step=step,
+        costs=costs,
+        frontier=frontier,
+        limit=limit,
+        sliced=sliced,
+        measured=measured,
+        begun=begun.candidates,
+    )
 
 
 def kept_alone(step: Step, options: Options, limit: Limit, rate: float = 1.0) -> Survey:
@@ -131,8 +150,8 @@ def order_within_limit(step: Step, limit: Limit) -> Sequence[int]:
     return order_within(graph, costs, limit.of(partial(keep_all_peak, graph, costs)).bytes)
 
 
-def _frontier(step: Step, costs: Costs, options: Options, limit: Limit) -> Frontier:
-    """Return the Pareto frontier, improved op by op up to the budget.
+def _frontier(step: Step, costs: Costs, options: Options, limit: Limit) -> tuple[Frontier, Frontier]:
+    """Return the Pareto frontier, improved op by op up to the budget, and as it was before.
 
     The first rank searches and sends the result to the other ranks.
     """
@@ -146,8 +165,9 @@ def _frontier(step: Step, costs: Costs, options: Options, limit: Limit) -> Front
         return highest, ladder if alone else ladder.on(NO_GRAPH)
 
     highest, ladder = step.ranks.from_first("planning", search)
-    frontier = (ladder if alone else ladder.on(graph)).frontier(highest)
-    return fair(frontier, counted, once) if once else frontier
+    ladder = ladder if alone else ladder.on(graph)
+    found = ladder.frontier(highest), ladder.given
+    return (fair(found[0], counted, once), fair(found[1], counted, once)) if once else found
 
 
 def _searched(

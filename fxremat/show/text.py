@@ -203,6 +203,8 @@ def facts(plan: PlannedStep, tree: ModuleNode, *, exact: bool = True) -> Iterato
     """Yield (label, text) facts about a plan; `exact` adds the smallest working budget in bytes."""
     yield "budget", format_bytes(plan.budget)
     yield "predicted peak", _peak(plan)
+    if plan.predicted_reserved is not None:
+        yield "reserved", _reserved(plan, plan.predicted_reserved)
     if plan.costs.sizes.unsplit:
         yield "allocator", "1 MiB more is counted for each tensor above 1 MiB; expandable_segments:True saves that"
     yield "predicted time", _time(plan)
@@ -243,6 +245,11 @@ def _peak(plan: PlannedStep) -> str:
     many = plan.gradient_bytes >= _FEW_BYTES * plan.predicted_peak > 0
     gradients = f"; {format_bytes(plan.gradient_bytes)} of it are gradients to return" if many else ""
     return f"{format_bytes(plan.predicted_peak)}, {whole}{gradients}"
+
+
+def _reserved(plan: PlannedStep, reserved: int) -> str:
+    segments = "expandable segments" if plan.allocator and plan.allocator.expandable else "segments of fixed sizes"
+    return f"{format_bytes(reserved)} from the device, in {segments} of PyTorch's allocator"
 
 
 def _kernels(plan: PlannedStep, compiled: Compiled) -> str:

@@ -91,7 +91,7 @@ class _Pool:
         del self.at[block.address]
 
     def best(self, size: int) -> Block | None:
-        """The free block for an allocation of this size; None where none is large enough.
+        """Return the free block for an allocation of this size; None where none is large enough.
 
         Of blocks in an expandable range the size counts that they can grow to, as long as the next is smaller.
         """
@@ -133,7 +133,6 @@ class CachingAllocator:
             self._add(segment)
         for pool in (self._small, self._large):
             self._end_range(pool)
-        self.most_allocated, self.most_reserved = self.allocated, self.reserved
 
     def allocate(self, size: int) -> Block:
         """Return a block of at least `size` bytes. O(free blocks), of which little: a search and a shift of a list.
@@ -150,7 +149,6 @@ class CachingAllocator:
         if block.size - size > pool.keeps:
             pool.add(self._cut(block, size))
         self.allocated += block.size
-        self.most_allocated = max(self.most_allocated, self.allocated)
         return block
 
     def free(self, block: Block) -> None:
@@ -223,7 +221,7 @@ class CachingAllocator:
         return block
 
     def _with_room(self, pool: _Pool, size: int) -> Block:
-        """The first part of the range, free or without memory, from which on this many bytes are not allocated."""
+        """Return the first part of the range, free or without memory, from which on so many bytes are not allocated."""
         for hole in pool.unmapped:
             first = hole.before if hole.before is not None and hole.before.free else hole
             room, block = 0, first
@@ -271,7 +269,6 @@ class CachingAllocator:
             if self.reserved + count > self.limit:
                 raise OutOfMemory(f"{count} bytes more than {self.reserved} of {self.limit}")
         self.reserved += count
-        self.most_reserved = max(self.most_reserved, self.reserved)
 
     def _add(self, segment: Segment) -> None:
         """Add a segment that the process has."""

@@ -1,20 +1,20 @@
-"""What a program makes PyTorch's caching allocator reserve: its allocations in order, replayed on a model of it.
+"""The bytes that a program makes PyTorch's caching allocator reserve: its allocations in order, replayed on a model.
 
     at the beginning    copies of inputs that the step overwrites
     a step              its results, then its workspace; the workspace is freed, then what no later step reads
     between the halves  gradients that autograd passes in, and what a loss outside the model takes
 
-Parameters and inputs are there before the step. What the step returns stays. An op that overwrites an operand takes over
-its block. The workspace of an op is one allocation, although an op may make several.
+Parameters and inputs are there before the step. What the step returns stays. An op that overwrites an operand takes
+over its block. The workspace of an op is one allocation, although an op may make several.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from fxremat.step.caching_allocator import Block, CachingAllocator
+from fxremat.step.caching_allocator import OWN_SEGMENT, ROUND_SEGMENT, SMALL, Block, CachingAllocator, Segment
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import Sizes, lives
 from fxremat.step.program import Program, Step, Transfer
@@ -29,34 +29,56 @@ class Event:
     of: int | None = None  # the key whose block this one takes over, without an allocation
 
 
+STEPS = 4  # that are replayed on segments of fixed sizes
 _WORKSPACE, _OUTSIDE, _ROOT = -1, -2, -3
+_FROM_LAST = {"aten.native_dropout.default"}  # ops that allocate their results from the last to the first
+_ONE_BY_ONE = {"aten.convolution_backward.default"}  # ops that need their workspace for each result by itself
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reserved:
-    """Peaks of a replayed step, in bytes."""
+class AllocatorState:
+    """The caching allocator of a device at the beginning of a step."""
 
-    allocated: int
-    reserved: int
+    expandable: bool  # the setting `expandable_segments`
+    segments: tuple[Segment, ...] = ()  # what it has of the driver; what is free there may be given back first
+
+    def reserved_by(self, program: Program, costs: Costs, at_most: int | None = None) -> int | None:
+        """Return the bytes that a step makes it reserve beyond those that it cannot give back at the beginning.
+
+        Of segments of fixed sizes later steps find others free than the first one does, and may need more: some are
+        replayed. None: not known. That is the case for copies to the host and communication, which use streams of their
+        own. O(steps log steps).
+
+        Args:
+            at_most: end when more bytes than this are reserved; what is returned is then a part of them.
+        """
+        found = allocations(program, costs)
+        if found is None:
+            return None
+        allocator = CachingAllocator(expandable=self.expandable, segments=self.segments)
+        allocator.release()
+        before = allocator.reserved
+        for _ in range(1 if self.expandable else STEPS):
+            for most in replayed(found, allocator):
+                if at_most is not None and most - before > at_most:
+                    return most - before
+        return allocator.reserved - before
 
 
-def replayed(program: Program, costs: Costs, allocator: CachingAllocator) -> Reserved | None:
-    """Replay a step on an allocator, and return its peaks; None where what happens is not known exactly.
-
-    That is the case for copies to the host and communication, which use streams of their own. O(steps log steps).
+def replayed(events: Iterable[Event], allocator: CachingAllocator) -> Iterator[int]:
+    """Replay events on an allocator, then free what is left; yield the bytes that are reserved after each allocation.
     """
-    found = allocations(program, costs)
-    if found is None:
-        return None
     blocks: dict[int, Block] = {}
-    for event in found:
+    for event in events:
         if event.of is not None:
             blocks[event.key] = blocks.pop(event.of)
         elif event.bytes:
             blocks[event.key] = allocator.allocate(event.bytes)
+            yield allocator.reserved
         else:
             allocator.free(blocks.pop(event.key))
-    return Reserved(allocated=allocator.most_allocated, reserved=allocator.most_reserved)
+    for block in blocks.values():
+        allocator.free(block)
 
 
 def allocations(program: Program, costs: Costs) -> list[Event] | None:
@@ -108,16 +130,30 @@ class _Events:
         if op.overwrites is not None and step.op not in self.fresh:
             workspace += self.sizes.values[op.writes[0]]
             taken = next(v for v in step.reads if self.program.version_of[v] == op.overwrites)
-        for version in step.writes:
+        results = tuple(reversed(step.writes)) if op.target in _FROM_LAST else step.writes
+        beside = self._asked_beside(workspace, results)
+        for version in results:
             if taken is not None and taken in self.alive:
                 self.alive.remove(taken)
                 self.alive.add(version)
                 yield Event(version, of=taken)
             else:
                 yield from self._born(version)
-        if (size := _as_asked(workspace, self.sizes)) > 0:
-            yield Event(_WORKSPACE, size)
-            yield Event(_WORKSPACE)
+            if beside > 0 and (op.target in _ONE_BY_ONE or version == results[-1]):
+                yield from _for_a_moment(beside)
+        if beside > 0 and not results:
+            yield from _for_a_moment(beside)
+
+    def _asked_beside(self, workspace: int, results: tuple[int, ...]) -> int:
+        """Return a workspace without the rests of blocks of results, which were measured with it if they stay unsplit.
+
+        A result that gets a segment of its own has what that was rounded up by.
+        """
+        size = _as_asked(workspace, self.sizes)
+        if not self.sizes.unsplit:
+            return size
+        rests = (-self.bytes[version] % ROUND_SEGMENT for version in results if self.bytes[version] >= OWN_SEGMENT)
+        return size - sum(rest for rest in rests if rest <= SMALL)
 
     def _between(self) -> Iterator[Event]:
         graph, sizes = self.graph, self.sizes
@@ -131,6 +167,11 @@ class _Events:
             yield Event(_ROOT, sizes.root)
         if sizes.outside > brought:
             yield Event(_OUTSIDE)
+
+
+def _for_a_moment(size: int) -> Iterator[Event]:
+    yield Event(_WORKSPACE, size)
+    yield Event(_WORKSPACE)
 
 
 def _as_asked(size: int, sizes: Sizes) -> int:
