@@ -67,6 +67,7 @@ def compile(  # users know the name from torch.compile
             search      limits of the search for plans
             method      the method that training calls, if it is not `forward`
             fullgraph   True: raise if the model is not one graph. False: docs/graphs.md
+            count       "reserved": `mem` limits what the allocator reserves: docs/gpu.md
 
     Returns:
         an instance of the model's class that shares the model's state; `.plan` is the plan (None before planning).

@@ -426,7 +426,7 @@ class Options:
             other = "a saved plan" if self.plan is not None else "offload" if self.host else 'backend="inductor"'
             raise FxrematError(f'count="reserved" replays single ops on one stream; it does not go with {other}')
         if isinstance(self.budget, Percent):
-            raise InvalidBudget('count="reserved" goes with bytes, mem="4GiB", or with "min" or "auto", not with percent')
+            raise InvalidBudget('count="reserved" goes with bytes, as in mem="4GiB", "min" or "auto", not with percent')
 
 
 HIDDEN = ("loss_seen", "strict", "pure", "division")  # fields of `Options` that are set internally, not by users

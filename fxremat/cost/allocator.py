@@ -19,7 +19,8 @@ _SHARED = (0, 0)  # the pool of all blocks that are in no pool of a CUDA graph o
 def allocator_of(device: torch.device) -> AllocatorState | None:
     """Return the present state of a device's allocator; None if it is not the caching allocator of a CUDA device.
 
-    That of the current stream: blocks of other streams and of private pools cannot be used by a step.
+    That of the current stream: blocks of other streams and of private pools cannot be used by a step. Of an expandable
+    range the beginning is not known: it counts from the first page with memory.
     """
     kind = kind_of(device)
     if not (kind.of_cuda and kind.is_available()) or torch.cuda.get_allocator_backend() != "native":

@@ -15,6 +15,7 @@ import datetime
 import gc
 import json
 import logging
+import random
 import sys
 import warnings
 from collections.abc import Sequence
@@ -26,7 +27,9 @@ import torch
 
 import fxremat
 from benchmarks import meter
+from fxremat.cost.allocator import allocator_of
 from fxremat.settings import Search
+from fxremat.step.caching_allocator import Block, CachingAllocator
 from fxremat.torch_private import allocates_in_expandable_segments
 from tests.pretended_cuda.models import GROUPS, REAL, Case
 
@@ -120,16 +123,54 @@ def _row(case: Case, count: str, mem: str) -> Row:
     )
 
 
+def differences(seed: int, length: int = 300) -> list[str]:
+    """Allocate and free at random, and compare each count of the real allocator with that of its model."""
+    draw, device = random.Random(seed), torch.device("cuda", torch.cuda.current_device())
+    gc.collect()
+    torch.cuda.empty_cache()  # so that the first of what is there lies at the beginning of a range, which nobody knows
+    there = [torch.empty(draw.randint(1, 2**25) >> 5 * (k % 2), dtype=torch.uint8, device=device) for k in range(9)]
+    del there[2:8:2]
+    state = allocator_of(device)
+    assert state is not None
+    model = CachingAllocator(expandable=state.expandable, segments=state.segments)
+    live: list[tuple[torch.Tensor, Block]] = []
+    found = []
+    for place in range(length):
+        kind = draw.random()
+        if kind < 0.55 or not live:
+            size = draw.choice((draw.randint(1, 2**21), draw.randint(1, 2**24), draw.randint(1, 2**26)))
+            live.append((torch.empty(size, dtype=torch.uint8, device=device), model.allocate(size)))
+        elif kind < 0.99:
+            tensor, block = live.pop(draw.randrange(len(live)))
+            del tensor
+            model.free(block)
+        else:
+            torch.cuda.empty_cache()
+            model.release()
+        stats = torch.cuda.memory_stats()
+        real = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
+        if real != (model.allocated, model.reserved):
+            found.append(f"{seed}: {real} after {place + 1} calls, and {model.allocated, model.reserved} in the model")
+            break
+    live.clear()
+    return found
+
+
 def main(arguments: Sequence[str]) -> None:
     """Measure, print, and write the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="*", default=[case.name for case in REAL])
     parser.add_argument("--mems", nargs="*", default=MEMS)
     parser.add_argument("--out", type=Path, default=RECORD)
+    parser.add_argument("--random", type=int, help="compare this many random programs instead, and write no record")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.getLogger("torch._dynamo.metrics_context").disabled = True  # torch 2.11 logs errors of its own
     torch.set_num_threads(1)
+    if given.random:
+        wrong = [line for seed in range(given.random) for line in differences(seed)]
+        print("\n".join([*wrong, f"{given.random - len(wrong)} of {given.random} are equal"]))
+        return
     cases = {case.name: case for group in GROUPS for case in group}
     for name in given.models:
         _keep(rows(cases[name], given.mems), given.out)
