@@ -153,6 +153,7 @@ def nothing(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]
 
 PREPARATIONS: dict[str, Callable[[Path, pytest.MonkeyPatch], Names]] = {
     "distributed.md": a_sharded_model,
+    "gpu.md": a_model,
     "guides/ddp.md": an_environment_of_torchrun,
     "index.md": a_model,
     "models.md": a_small_gpt,
