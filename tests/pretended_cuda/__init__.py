@@ -11,6 +11,7 @@
     startup.py       changes of torch and fxremat in every process, which site/sitecustomize.py makes
     attention.py     cuDNN's attention, as far as its memory goes
     memory.py        what torch's caching allocator counts, against predicted peaks
+    reserved.py      what it reserves, against the model of it and against plans
     dispatch.py      which attention is chosen and which ops are captured, against costs="H100" and others
     without_numbers.py   tests/test_cuda.py without its comparisons of numbers
     report.py        results as a table, as JSON and in docs/pretended-cuda.md

@@ -113,7 +113,7 @@ def _row(case: Case, count: str, mem: str) -> Row:
         model=case.name,
         expandable=allocates_in_expandable_segments(),
         count=count,
-        mem=mem if count == "allocated" or mem == "min" else "as allocated",
+        mem=mem,
         budget=plan.budget,
         predicted_peak=plan.predicted_peak,
         allocated=peaks[0][0],
