@@ -104,6 +104,22 @@ def _shapes(record: str) -> str:
     return "\n".join([*lines, "", said])
 
 
+def _reserved(record: str) -> str:
+    """A row a model and a budget: the bytes that were reserved, beside those that the plan had predicted."""
+    found = json.loads(record)
+    lines = [
+        "| model | segments | `count` | `mem` | allocated | predicted reserved | measured | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        mem = row["mem"] if not row["mem"].isdigit() else f"{int(row['mem']) / 1e6:,.1f} MB"
+        sizes = [f"{row[key] / 1e6:,.1f} MB" for key in ("allocated", "predicted", "later")]
+        segments = "expandable" if row["expandable"] else "of fixed sizes"
+        off = f"{row['predicted'] / row['later'] - 1:+.2%}"
+        lines.append(f"| {' | '.join([row['model'], segments, row['count'], mem, *sizes, off])} |")
+    return "\n".join([*lines, "", f"torch {found['torch']}, measured on {found['date']}."])
+
+
 def _fsdp(record: str) -> str:
     """A row a variant: seconds and bytes of a step, and what a plan had said."""
     found = json.loads(record)
@@ -179,6 +195,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "replanning.json": _replanning,
     "shapes.json": _shapes,
     "fsdp.json": _fsdp,
+    "reserved.json": _reserved,
     "slices.json": slices_page.tables,
     "kernels.json": kernels_page.tables,
     "kernel_starts.json": kernel_starts.tables,

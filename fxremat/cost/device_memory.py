@@ -13,8 +13,9 @@ earlier micro-batches are needed in addition.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -144,6 +145,8 @@ class Division:
 
     mem: int
     memory: DeviceMemory
+    # divides again, if the parameters with these names get no gradient, and have no state
+    without: Callable[[Container[str]], Division] = field(repr=False, compare=False)
 
     def explained(self, error: BudgetTooSmall) -> BudgetTooSmall:
         """Return the error with the numbers of the whole device instead of those of a step."""
@@ -151,55 +154,101 @@ class Division:
         note = self.memory.shortage(error.minimum)
         return BudgetTooSmall(error.minimum + total - self.mem, total, note=note, reason=error.reason)
 
+    def of(self, joint: Captured) -> Division:
+        """Return the division for a captured step, which tells what gets a gradient.
+
+        Raises:
+            BudgetTooSmall: the optimizer's update needs more.
+        """
+        found = self.without(_AllBut(frozenset(parameter_of(node) or "" for node in _trained(joint))))
+        memory = found.memory
+        if memory.free - memory.margin < memory.stepping - memory.waiting:
+            least = memory.given + memory.state + memory.stepping + memory.margin
+            update = f"{format_bytes(memory.stepping)} of gradients and temporaries while the optimizer steps"
+            raise BudgetTooSmall(least, memory.total, note=f"device_mem is for {memory}, and {update}")
+        return replace(found, mem=max(1, found.mem - (self.memory.auto - self.mem)))
+
+
+@dataclass(frozen=True)
+class _AllBut:
+    """All names except for some."""
+
+    names: frozenset[str]
+
+    def __contains__(self, name: object) -> bool:
+        return name not in self.names
+
 
 def divided(
     total: int,
     device: Device,
     model: nn.Module,
-    inputs: Iterable[Any],
+    inputs: int,
     optimizer: torch.optim.Optimizer | str | None,
     *,
     hosted: bool,
+    untrained: Container[str] = frozenset(),
 ) -> Division:
     """Divide the bytes that a training process may have on a device among a step and what is there besides.
 
     On CUDA the context and the allocator's reserve are estimated (`CONTEXT`, `AUTO_MARGIN`).
 
     Args:
-        inputs: those of the call; what is no tensor does not count.
+        inputs: the bytes of the call's inputs.
         hosted: the optimizer's parameters and state are part of the step, which moves them from and to the host.
-
-    Raises:
-        BudgetTooSmall: the optimizer's update needs more.
+        untrained: names of parameters that get no gradient, though they could.
     """
     block = device.torch_device
     rounding = partial(rounded, device=block)
     own = _parameters_of(optimizer) if hosted and isinstance(optimizer, torch.optim.Optimizer) else set()
-    parameters = [p for p in model.parameters() if id(p) not in own]
-    trained = [p for p in parameters if p.requires_grad]
-    given = _bytes([*parameters, *model.buffers(), *(x for x in inputs if isinstance(x, torch.Tensor))], rounding)
+    named = {name: p for name, p in model.named_parameters() if id(p) not in own}
+    trained = [p for name, p in named.items() if p.requires_grad and name not in untrained]
     if isinstance(optimizer, torch.optim.Optimizer):
         name = type(optimizer).__name__
     else:
         name = optimizer or f"{OPTIMIZERS[USUAL][0].__name__}, assumed"
     held, gradients = OptimizerMemory(state=0, update=0), 0
     if not hosted:
-        held = memory_of_optimizer(_optimizer_for(trained, optimizer), rounding, foreach=device.cuda)
+        idle = {id(p) for name, p in named.items() if name in untrained}
+        held = memory_of_optimizer(
+            _optimizer_for(trained, optimizer), rounding, foreach=device.cuda, untrained=idle
+        )
         gradients = _bytes(trained, rounding)
     memory = DeviceMemory(
         device=replace(device, name="device_mem", memory=total),
         optimizer=f"{name}'s is in the peak" if hosted else name,
-        given=given,
+        given=_bytes([*named.values(), *model.buffers()], rounding) + inputs,
         state=held.state,
         stepping=gradients + held.update,
-        waiting=_bytes([p.grad for p in trained if p.grad is not None], rounding),
+        waiting=_bytes([p.grad for p in named.values() if p.grad is not None], rounding),
         apart=math.ceil(total - (total - CONTEXT) / (1 + AUTO_MARGIN)) if device.cuda else 0,
     )
-    if memory.free - memory.margin < memory.stepping - memory.waiting:
-        least = memory.given + memory.state + memory.stepping + memory.margin
-        said = f"{memory}, and {format_bytes(memory.stepping)} of gradients and temporaries while the optimizer steps"
-        raise BudgetTooSmall(least, total, note=f"device_mem is for {said}")
-    return Division(mem=max(1, memory.auto), memory=memory)
+    keep_none_alive = weakref.ref(model), optimizer if isinstance(optimizer, str | None) else weakref.ref(optimizer)
+    return Division(
+        mem=max(1, memory.auto),
+        memory=memory,
+        without=partial(_divided_again, total, device, *keep_none_alive, inputs, hosted=hosted),
+    )
+
+
+def _divided_again(
+    total: int,
+    device: Device,
+    model: weakref.ref[nn.Module],
+    optimizer: weakref.ref[torch.optim.Optimizer] | str | None,
+    inputs: int,
+    untrained: Container[str],
+    *,
+    hosted: bool,
+) -> Division:
+    there, its = model(), optimizer() if isinstance(optimizer, weakref.ref) else optimizer
+    assert there is not None
+    return divided(total, device, there, inputs, its, hosted=hosted, untrained=untrained)
+
+
+def bytes_of_inputs(inputs: Iterable[object], device: Device) -> int:
+    """Return the bytes that a call's inputs take on the device; what is no tensor takes none."""
+    return _bytes([x for x in inputs if isinstance(x, torch.Tensor)], partial(rounded, device=device.torch_device))
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:

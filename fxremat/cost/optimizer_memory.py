@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -35,10 +35,17 @@ class OptimizerMemory:
     update: int  # what an update allocates on top of weights, gradients and state
 
 
-def memory_of_optimizer(optimizer: torch.optim.Optimizer, rounding: Rounding, *, foreach: bool) -> OptimizerMemory:
+def memory_of_optimizer(
+    optimizer: torch.optim.Optimizer,
+    rounding: Rounding,
+    *,
+    foreach: bool,
+    untrained: Container[int] = frozenset(),
+) -> OptimizerMemory:
     """Return what an optimizer keeps and allocates for its parameters that are trained; nothing is computed.
 
     Args:
+        untrained: the `id` of parameters that get no gradient, though they could.
         foreach: it updates all parameters at once unless it is told otherwise, as PyTorch's optimizers do on CUDA.
     """
     state = update = 0
@@ -46,7 +53,7 @@ def memory_of_optimizer(optimizer: torch.optim.Optimizer, rounding: Rounding, *,
         settings, at_once = _settings(optimizer, group, foreach)
         kinds: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
         for parameter in group["params"]:
-            if parameter.requires_grad:
+            if parameter.requires_grad and id(parameter) not in untrained:
                 kind = tuple(parameter.shape), parameter.dtype
                 kinds[kind] = kinds.get(kind, 0) + 1
         for (shape, dtype), count in kinds.items():

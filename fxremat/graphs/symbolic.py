@@ -212,6 +212,7 @@ class SymbolicGraph:
                 if "val" in node.meta:
                     made.meta["val"] = concrete(node.meta["val"])
                 copies[node] = made
+        graph.eliminate_dead_code()  # what only computed sizes, such as the condition of a check of sizes
         return graph
 
     def as_captured(self, joint: Captured) -> Captured:

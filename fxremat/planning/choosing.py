@@ -152,7 +152,7 @@ def plan_of(
 def _memory(graph: Captured, options: Options) -> DeviceMemory | None:
     """Return what the device's memory is used for; None if the user named neither the device nor `device_mem`."""
     if options.division is not None:
-        return options.division.memory
+        return options.division.of(graph).memory
     return memory_on(options.device, graph, options.optimizer) if options.device is not None else None
 
 

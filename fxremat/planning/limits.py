@@ -71,8 +71,11 @@ def limit_of(step: Step, options: Options) -> Limit:
     """
     words = _words(options)
     match options.budget:
+        case Bytes() if options.division is not None:
+            division = options.division.of(step.graph)
+            return Limit(known=division.mem, words=words, division=division)
         case Bytes(count):
-            return Limit(known=count, words=words, division=options.division)
+            return Limit(known=count, words=words)
         case Least():
             return Limit(known=1, words=words)  # nothing fits in one byte, and the error then names the least budget
         case Auto() if options.device is not None:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat import kernels
 from fxremat.budget import free_bytes, has_shrunk
-from fxremat.cost.device_memory import divided
+from fxremat.cost.device_memory import bytes_of_inputs, divided
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer, Strides
 from fxremat.cost.segments import expand_segments
@@ -298,9 +298,9 @@ class Backend:
         if options.device_mem is None:
             return
         total = parse_bytes(options.device_mem)
-        tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
         device = options.device or Device.like(next((p.device for p in model.parameters()), torch.device("cpu")))
-        found = divided(total, device, model, tensors, options.optimizer, hosted=options.hosts_weights)
+        inputs = bytes_of_inputs(pytree.tree_leaves(call), device)
+        found = divided(total, device, model, inputs, options.optimizer, hosted=options.hosts_weights)
         if options.division is not None and found.mem >= options.division.mem:
             return
         mem = max(1, found.mem - total // SLACK)
