@@ -328,7 +328,7 @@ class Options:
         if self.device_mem is None:
             return parse_budget(self.mem)
         total = Bytes(parse_bytes(self.device_mem))
-        return total if self.division is None else Bytes(self.division.mem)
+        return total if self.division is None else Bytes(self.division.budget)
 
     def _check_plan(self) -> None:
         if self.device_mem is not None and (self.mem is not None or self.plan is not None):
@@ -384,7 +384,7 @@ class Options:
             )
         if given is not None and not self.hosts_weights and self.device is None and self.device_mem is None:
             raise FxrematError(
-                'optimizer goes with device_mem or costs="H100", where its state is counted; or with '
+                'optimizer goes with costs="H100", where its state is counted, as with device_mem; or with '
                 "offload=Offload(weights=True), where the step updates the parameters itself: these two go together"
             )
         if isinstance(given, torch.optim.Optimizer) and (self.hosts_weights or self.device_mem is None):

@@ -176,8 +176,9 @@ def test_a_plan_says_what_is_on_the_device() -> None:
     memory = plan.on_device
     assert memory is not None
     assert memory.given == held(model.parameters(), model.buffers(), [x])
-    assert memory.state == 2 * held(model.stack.parameters())  # what is not read gets no gradient, and has no state
-    assert plan.budget <= 2**21 - memory.given - memory.state
+    trained = list(model.stack.parameters())  # what is not read gets no gradient, and has no state
+    assert memory.state == 2 * held(trained) + 4 * len(trained)  # with a count of steps for each, on the host
+    assert 0.99 * (2**21 - memory.given - memory.state) < plan.budget <= 2**21 - memory.given - memory.state
     assert plan.predicted_peak <= plan.budget
     assert "\ndevice_mem\n  memory          2.0 MiB\n  held " in str(plan)
 

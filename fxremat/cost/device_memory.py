@@ -143,30 +143,42 @@ class DeviceMemory:
 class Division:
     """What `device_mem` leaves for a step, in bytes, beside what the process has on the device all the time."""
 
-    mem: int
     memory: DeviceMemory
     # divides again, if the parameters with these names get no gradient, and have no state
     without: Callable[[Container[str]], Division] = field(repr=False, compare=False)
+    slack: int = 0  # bytes that are left unused
+
+    @property
+    def left(self) -> int:
+        """The bytes that are left for a step; negative if there are none."""
+        return self.memory.auto - self.slack
+
+    @property
+    def for_update(self) -> int:
+        """The bytes of the device that are needed while the optimizer steps."""
+        memory = self.memory
+        return memory.given + memory.state + memory.stepping + memory.margin
+
+    @property
+    def budget(self) -> int:
+        """The bytes that a step may take; 1, in which none fits, if the optimizer's update does not fit either."""
+        return max(1, self.left) if self.for_update <= self.memory.total else 1
 
     def explained(self, error: BudgetTooSmall) -> BudgetTooSmall:
         """Return the error with the numbers of the whole device instead of those of a step."""
-        total = self.memory.total
-        note = self.memory.shortage(error.minimum)
-        return BudgetTooSmall(error.minimum + total - self.mem, total, note=note, reason=error.reason)
+        total, memory = self.memory.total, self.memory
+        if error.budget == total:
+            return error  # it is explained already
+        for_step = error.minimum + total - self.left
+        if self.for_update > for_step:
+            update = f"{format_bytes(memory.stepping)} of gradients and temporaries while the optimizer steps"
+            return BudgetTooSmall(self.for_update, total, note=f"device_mem is for {memory}, and {update}")
+        return BudgetTooSmall(for_step, total, note=memory.shortage(error.minimum), reason=error.reason)
 
     def of(self, joint: Captured) -> Division:
-        """Return the division for a captured step, which tells what gets a gradient.
-
-        Raises:
-            BudgetTooSmall: the optimizer's update needs more.
-        """
+        """Return the division for a captured step, which tells what gets a gradient."""
         found = self.without(_AllBut(frozenset(parameter_of(node) or "" for node in _trained(joint))))
-        memory = found.memory
-        if memory.free - memory.margin < memory.stepping - memory.waiting:
-            least = memory.given + memory.state + memory.stepping + memory.margin
-            update = f"{format_bytes(memory.stepping)} of gradients and temporaries while the optimizer steps"
-            raise BudgetTooSmall(least, memory.total, note=f"device_mem is for {memory}, and {update}")
-        return replace(found, mem=max(1, found.mem - (self.memory.auto - self.mem)))
+        return replace(found, slack=self.slack)
 
 
 @dataclass(frozen=True)
@@ -211,7 +223,7 @@ def divided(
     if not hosted:
         idle = {id(p) for name, p in named.items() if name in untrained}
         held = memory_of_optimizer(
-            _optimizer_for(trained, optimizer), rounding, foreach=device.cuda, untrained=idle
+            _optimizer_for(trained, optimizer), rounding, cuda=device.cuda, untrained=idle
         )
         gradients = _bytes(trained, rounding)
     memory = DeviceMemory(
@@ -225,7 +237,6 @@ def divided(
     )
     keep_none_alive = weakref.ref(model), optimizer if isinstance(optimizer, str | None) else weakref.ref(optimizer)
     return Division(
-        mem=max(1, memory.auto),
         memory=memory,
         without=partial(_divided_again, total, device, *keep_none_alive, inputs, hosted=hosted),
     )
@@ -278,7 +289,7 @@ def memory_on(device: Device, joint: Captured, optimizer: torch.optim.Optimizer 
         return DeviceMemory(device=device, optimizer=f"{name}'s is in the peak", given=given)
     trained = _trained(joint)
     alike = [node.meta["val"] for node in trained]
-    held = memory_of_optimizer(_optimizer_for(alike, optimizer), partial(rounded, device=block), foreach=True)
+    held = memory_of_optimizer(_optimizer_for(alike, optimizer), partial(rounded, device=block), cuda=True)
     gradients = sum(rounded(tensor.numel() * tensor.element_size(), block) for tensor in alike)
     return DeviceMemory(
         device=device,

@@ -39,18 +39,19 @@ def memory_of_optimizer(
     optimizer: torch.optim.Optimizer,
     rounding: Rounding,
     *,
-    foreach: bool,
+    cuda: bool,
     untrained: Container[int] = frozenset(),
 ) -> OptimizerMemory:
     """Return what an optimizer keeps and allocates for its parameters that are trained; nothing is computed.
 
     Args:
         untrained: the `id` of parameters that get no gradient, though they could.
-        foreach: it updates all parameters at once unless it is told otherwise, as PyTorch's optimizers do on CUDA.
+        cuda: on a CUDA device: it updates all parameters at once unless it is told otherwise, and counts steps on the
+            host.
     """
     state = update = 0
     for group in optimizer.param_groups:
-        settings, at_once = _settings(optimizer, group, foreach)
+        settings, at_once = _settings(optimizer, group, foreach=cuda)
         kinds: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
         for parameter in group["params"]:
             if parameter.requires_grad and id(parameter) not in untrained:
@@ -59,7 +60,7 @@ def memory_of_optimizer(
         for (shape, dtype), count in kinds.items():
             with fake_mode(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of optimizers that tell of their own future
-                one = memory_of_one(partial(_like, optimizer, settings), shape, dtype, rounding)
+                one = memory_of_one(partial(_like, optimizer, settings), shape, dtype, rounding, numbers=not cuda)
             state += count * one.state
             if at_once:
                 share = _share_at_once(cast(Any, type(optimizer)), tuple(settings.items()), dtype)
@@ -70,7 +71,7 @@ def memory_of_optimizer(
 
 
 def _settings(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], foreach: bool
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, foreach: bool
 ) -> tuple[dict[str, Any], bool]:
     """Return the settings of a group that the optimizer's class takes, and whether it updates all parameters at once.
     """
@@ -107,9 +108,17 @@ def _like(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], paramet
 
 
 def memory_of_one(
-    make: Callable[[nn.Parameter], Optimizers], shape: tuple[int, ...], dtype: torch.dtype, rounding: Rounding
+    make: Callable[[nn.Parameter], Optimizers],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    rounding: Rounding,
+    *,
+    numbers: bool = False,
 ) -> OptimizerMemory:
     """Return the memory of optimizers of one parameter of this shape; they are made and step in the current fake mode.
+
+    Args:
+        numbers: counts of steps and the like are on the device in any case, as where that is the host itself.
     """
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
     optimizers = make(parameter)
@@ -126,7 +135,7 @@ def memory_of_one(
         for optimizer in optimizers
         for of in optimizer.state.values()
         for tensor in of.values()
-        if isinstance(tensor, Tensor) and (tensor.dim() or _on_device(optimizer))
+        if isinstance(tensor, Tensor) and (tensor.dim() or numbers or _on_device(optimizer))
     }
     return OptimizerMemory(state=sum(state.values()), update=meter.peak)
 

@@ -73,7 +73,7 @@ def limit_of(step: Step, options: Options) -> Limit:
     match options.budget:
         case Bytes() if options.division is not None:
             division = options.division.of(step.graph)
-            return Limit(known=division.mem, words=words, division=division)
+            return Limit(known=division.budget, words=words, division=division)
         case Bytes(count):
             return Limit(known=count, words=words)
         case Least():

@@ -301,12 +301,12 @@ class Backend:
         device = options.device or Device.like(next((p.device for p in model.parameters()), torch.device("cpu")))
         inputs = bytes_of_inputs(pytree.tree_leaves(call), device)
         found = divided(total, device, model, inputs, options.optimizer, hosted=options.hosts_weights)
-        if options.division is not None and found.mem >= options.division.mem:
+        if options.division is not None and found.left >= options.division.left:
             return
-        mem = max(1, found.mem - total // SLACK)
-        self.options = replace(options, division=replace(found, mem=mem))
+        division = replace(found, slack=total // SLACK)
+        self.options = replace(options, division=division)
         if self.plans:
-            now, before = format_bytes(mem), format_bytes(self.plans[-1].budget)
+            now, before = format_bytes(max(0, division.left)), format_bytes(self.plans[-1].budget)
             log.info("device_mem leaves %s for this step, planned for %s: it is planned anew", now, before)
             self.outdated = True
         if self.coordinator is not None:
