@@ -751,6 +751,7 @@ def _refused(rank: int, world: int) -> list[str]:
                 shared, x, mem="1GiB", devices=world, microbatches=2, loss_fn=F.cross_entropy, example_target=y
             )
         )
+    note(lambda: fxremat.compile(_in_parallel(mesh), device_mem="1GiB"))
     assert unequal(before, state(seeded(Floats))) == []
     return messages
 
@@ -774,6 +775,7 @@ def test_uses_that_cannot_work_are_refused_on_every_rank(every_day: list[dict[st
             "fully_shard(replicate=True)",
             "DistributedDataParallel",
             "12 of this model's 12 parameters are cut among ranks (parallelize_module)",
+            "device_mem counts whole parameters, and 12 of",
         ),
         strict=True,
     ):

@@ -358,10 +358,8 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
     method = options.method
     if not callable(getattr(model, method, None)):
         raise FxrematError(f"{type(model).__name__} has no method {method!r}; method is the one that training calls")
-    if shared is not None and options.device_mem is not None:
-        raise FxrematError(
-            "device_mem counts whole parameters, and ranks share these: give mem, for a step of one rank"
-        )
+    if options.device_mem is not None and (by := _cut_by(model) or (shared and "ranks share these")):
+        raise FxrematError(f"device_mem counts whole parameters, and {by}: give mem, for a step of one rank")
     if shared is not None and method != "forward":
         raise FxrematError(f"method={method!r} is for whole parameters; of those that ranks share, forward is planned")
     cls = _class_for(type(model), method, shared=shared is not None)
