@@ -28,6 +28,7 @@ NAMED_IN = {  # modules that name CUDA, and why
     "device.py": "knows kinds of devices",
     "cost/devices.py": "a description of a device that is not named",
     "cost/environment.py": "switches of cuBLAS and cuDNN, and CUDA's hardware",
+    "cost/allocator.py": "the state of CUDA's caching allocator",
     "cost/segments.py": "settings of CUDA's caching allocator",
     "runtime/target_kernels.py": "a field of such descriptions",
     "torch_private.py": "private names of CUDA's caching allocator and of the profiler",

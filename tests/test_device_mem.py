@@ -7,7 +7,9 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks import meter, models
+from fxremat.cost import device_memory
 from fxremat.settings import Offload, Search
 from tests.fitting.small import SMALL, small, with_data
 from tests.toys import Stack, rows
@@ -200,6 +203,27 @@ def test_an_update_that_needs_more_than_the_step_is_refused() -> None:
     with pytest.raises(fxremat.BudgetTooSmall, match="while the optimizer steps") as error:
         fxremat.plan(model, (x,), device_mem=device_mem, optimizer="adamw", search=QUICK)
     fxremat.plan(model, (x,), device_mem=error.value.minimum, optimizer="adamw", search=QUICK)
+
+
+def test_later_steps_count_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = WithLoss(), (torch.randn(64, 64),)
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = fxremat.compile(model, device_mem="8MiB", optimizer=optimizer, search=QUICK)
+    counted = mock.Mock(side_effect=device_memory.memory_of_optimizer)
+    monkeypatch.setattr(device_memory, "memory_of_optimizer", counted)
+    most(compiled, optimizer, batch, steps=1)
+    assert counted.call_count > 0
+    counted.reset_mock()
+    most(compiled, optimizer, batch, steps=3)
+    assert counted.call_count == 0
+
+
+def test_a_plan_of_it_is_saved(tmp_path: Path) -> None:
+    model, batch = WithLoss(), (torch.randn(512, 64),)
+    plan = fxremat.plan(model, batch, device_mem="2MiB", optimizer="sgd", search=QUICK)
+    plan.save(tmp_path / "plan")
+    compiled = fxremat.compile(model, plan=tmp_path / "plan", example_inputs=batch)
+    assert compiled.plan.predicted_peak == plan.predicted_peak
 
 
 def test_the_model_is_not_kept_alive() -> None:

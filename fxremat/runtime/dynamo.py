@@ -163,6 +163,9 @@ class Backend:
         # key of a call (see `cost.layouts.key_of`) -> strides that were measured
         self._layouts: dict[str, Strides] = {}
         self._any_layout = False  # True if the backward that is being compiled accepts gradients of any strides
+        # what `device_mem` was divided for: the most bytes of inputs, and the most parameters that had a gradient at
+        # the beginning, and that were trained
+        self._divided_for = (-1, -1, -1)
         self._fixed = False  # True if each combination of input sizes is captured separately
         self._called_with: set[str] = set()  # the combinations of input sizes that were planned for, as text
         # how the graph that is being compiled can run again; None if it has no backward
@@ -297,9 +300,13 @@ class Backend:
         options = self.options
         if options.device_mem is None:
             return
-        total = parse_bytes(options.device_mem)
-        device = options.device or Device.like(next((p.device for p in model.parameters()), torch.device("cpu")))
+        total, parameters = parse_bytes(options.device_mem), list(model.parameters())
+        device = options.device or Device.like(next((p.device for p in parameters), torch.device("cpu")))
         inputs = bytes_of_inputs(pytree.tree_leaves(call), device)
+        waiting, trained = sum(p.grad is not None for p in parameters), sum(p.requires_grad for p in parameters)
+        if all(now <= most for now, most in zip((inputs, waiting, trained), self._divided_for, strict=True)):
+            return  # no more than before: nothing is counted anew
+        self._divided_for = max(inputs, self._divided_for[0]), max(waiting, self._divided_for[1]), trained
         found = divided(total, device, model, inputs, options.optimizer, hosted=options.hosts_weights)
         if options.division is not None and found.left >= options.division.left:
             return
