@@ -121,7 +121,7 @@ def test_every_part_of_a_step_is_within_the_budget(share: float) -> None:
     ours, batch = models.get("gpt", "small").model(), models.get("gpt", "small").batch()
     make = OPTIMIZERS["AdamW"]
     mine = make(ours)
-    low = least(ours, make, batch, LATER)
+    low = 1.03 * least(ours, make, batch, LATER)  # searches of half a second find other leasts on a busy machine
     mem = int(low + share * 4 * sum(p.nbytes for p in ours.parameters()))
     model = fxremat.compile(ours, mem=mem, search=Search(seconds=0.5), offload=LATER, optimizer=mine)
     accumulate(model, mine, batch, 0)
