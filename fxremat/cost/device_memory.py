@@ -169,7 +169,8 @@ class Division:
         total, memory = self.memory.total, self.memory
         if error.budget == total:
             return error  # it is explained already
-        for_step = error.minimum + total - self.left
+        missing = error.minimum - self.left  # of more memory a part is set apart, too
+        for_step = total + math.ceil(missing * (1.02 + AUTO_MARGIN if memory.device.cuda else 1.02))
         if self.for_update > for_step:
             update = f"{format_bytes(memory.stepping)} of gradients and temporaries while the optimizer steps"
             return BudgetTooSmall(self.for_update, total, note=f"device_mem is for {memory}, and {update}")

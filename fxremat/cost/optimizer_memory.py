@@ -35,6 +35,10 @@ class OptimizerMemory:
     update: int  # what an update allocates on top of weights, gradients and state
 
 
+_known: dict[tuple[Any, ...], OptimizerMemory] = {}  # what was counted in this process: counts may vary by some bytes
+NUMBERS = 16  # bytes of temporary numbers for each parameter, where these are on the device
+
+
 def memory_of_optimizer(
     optimizer: torch.optim.Optimizer,
     rounding: Rounding,
@@ -58,10 +62,14 @@ def memory_of_optimizer(
                 kind = tuple(parameter.shape), parameter.dtype
                 kinds[kind] = kinds.get(kind, 0) + 1
         for (shape, dtype), count in kinds.items():
-            with fake_mode(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of optimizers that tell of their own future
-                one = memory_of_one(partial(_like, optimizer, settings), shape, dtype, rounding, numbers=not cuda)
-            state += count * one.state
+            key = type(optimizer), repr(settings), shape, dtype, rounding(1), cuda
+            if key not in _known:
+                with fake_mode(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of optimizers that tell of their own future
+                    make = partial(_like, optimizer, settings)
+                    _known[key] = memory_of_one(make, shape, dtype, rounding, numbers=not cuda)
+            one = _known[key]
+            state += count * (one.state + (0 if cuda else NUMBERS))
             if at_once:
                 share = _share_at_once(cast(Any, type(optimizer)), tuple(settings.items()), dtype)
                 update += math.ceil(count * rounding(math.prod(shape) * dtype.itemsize) * share)

@@ -88,8 +88,8 @@ def test_all_of_the_device_counts_the_trainers_optimizer(tmp_path: Path) -> None
     assert memory.optimizer == "AdamW"
     assert memory.total == 3 * 2**20
     parameters = [*ours.model.parameters()]
-    counts = 4 * len(parameters)  # of steps: the trainer's optimizer is a fused one
-    assert memory.state == 2 * sum(p.nbytes for p in parameters) + counts
+    numbers = memory.state - 2 * sum(p.nbytes for p in parameters)  # such as counts of steps
+    assert 0 <= numbers <= 32 * len(parameters)
 
 
 def test_checkpoints_are_those_of_the_plain_library(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
