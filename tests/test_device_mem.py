@@ -87,7 +87,7 @@ class WithLoss(nn.Module):
 
 
 def plain_peak(model: nn.Module, optimizer: Any, batch: tuple[Tensor, ...]) -> int:
-    """What the same loop takes without fxremat."""
+    """Measure what the same loop takes without fxremat."""
     alone = copy.deepcopy(model)
     return most(alone, optimizer(alone.parameters()), batch)
 

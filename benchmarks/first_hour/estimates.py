@@ -1,4 +1,4 @@
-"""What is estimated of this card without it, beside what it does: peaks, times, and budgets taken from estimates.
+"""Estimates of this card that are made without it, beside its own peaks and times, and budgets taken from them.
 
 The estimate captures a model on the meta device as on a machine without a GPU; then the model trains within the
 estimated budget, with a plan of measured costs.

@@ -1,4 +1,4 @@
-"""What `fxremat fits` answers for this card, beside a process that trains as it says: parts and totals.
+"""Answers of `fxremat fits` for this card, beside a process that trains as they say: parts and totals.
 
 Weights are random; the model, the optimizer and the budget are those of the code that the answer prints.
 """

@@ -141,7 +141,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """What `device_mem` leaves for a step, in bytes, beside what the process has on the device all the time."""
+    """A division of `device_mem` in bytes: a step, and what the process has on the device all the time."""
 
     memory: DeviceMemory
     # divides again, if the parameters with these names get no gradient, and have no state
@@ -216,10 +216,7 @@ def divided(
     own = _parameters_of(optimizer) if hosted and isinstance(optimizer, torch.optim.Optimizer) else set()
     named = {name: p for name, p in model.named_parameters() if id(p) not in own}
     trained = [p for name, p in named.items() if p.requires_grad and name not in untrained]
-    if isinstance(optimizer, torch.optim.Optimizer):
-        name = type(optimizer).__name__
-    else:
-        name = optimizer or f"{OPTIMIZERS[USUAL][0].__name__}, assumed"
+    name = _name_of(optimizer)
     held, gradients = OptimizerMemory(state=0, update=0), 0
     if not hosted:
         idle = {id(p) for name, p in named.items() if name in untrained}
@@ -263,6 +260,13 @@ def bytes_of_inputs(inputs: Iterable[object], device: Device) -> int:
     return _bytes([x for x in inputs if isinstance(x, torch.Tensor)], partial(rounded, device=device.torch_device))
 
 
+def _name_of(optimizer: torch.optim.Optimizer | str | None) -> str:
+    """Return an optimizer's name for messages; of None that of the one that is assumed."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return type(optimizer).__name__
+    return optimizer or f"{OPTIMIZERS[USUAL][0].__name__}, assumed"
+
+
 def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
@@ -285,7 +289,7 @@ def memory_on(device: Device, joint: Captured, optimizer: torch.optim.Optimizer 
     block = device.torch_device
     placeholders = (v for v in joint.values if v.origin is Origin.PRIMAL and joint.shown[v.index].op == "placeholder")
     given = sum(rounded(value.bytes, block) for value in placeholders if value.index not in joint.updates_of)
-    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__ if optimizer else ""
+    name = _name_of(optimizer)
     if joint.updates_of:
         return DeviceMemory(device=device, optimizer=f"{name}'s is in the peak", given=given)
     trained = _trained(joint)
@@ -294,7 +298,7 @@ def memory_on(device: Device, joint: Captured, optimizer: torch.optim.Optimizer 
     gradients = sum(rounded(tensor.numel() * tensor.element_size(), block) for tensor in alike)
     return DeviceMemory(
         device=device,
-        optimizer=name or f"{OPTIMIZERS[USUAL][0].__name__}, assumed",
+        optimizer=name,
         given=given,
         state=held.state,
         stepping=gradients + held.update,

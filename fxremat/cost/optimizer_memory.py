@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -56,11 +57,8 @@ def memory_of_optimizer(
     state = update = 0
     for group in optimizer.param_groups:
         settings, at_once = _settings(optimizer, group, foreach=cuda)
-        kinds: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
-        for parameter in group["params"]:
-            if parameter.requires_grad and id(parameter) not in untrained:
-                kind = tuple(parameter.shape), parameter.dtype
-                kinds[kind] = kinds.get(kind, 0) + 1
+        trained = (p for p in group["params"] if p.requires_grad and id(p) not in untrained)
+        kinds = Counter((tuple(p.shape), p.dtype) for p in trained)
         for (shape, dtype), count in kinds.items():
             key = type(optimizer), repr(settings), shape, dtype, rounding(1), cuda
             if key not in _known:

@@ -53,7 +53,7 @@ class Replayed:
 
 
 def check(replayed: Replayed, rest: int) -> None:
-    """What must hold between any two calls."""
+    """Check the invariants that hold between any two calls."""
     allocator = replayed.allocator
     free = list(allocator.blocks())
     every = sorted([*(block for block, _ in replayed.live), *free], key=lambda block: block.address)
@@ -87,7 +87,7 @@ def test_blocks_do_not_overlap_are_joined_and_add_up(program: list[int | None], 
 
 @dataclass
 class Naive:
-    """The same rules by somebody who keeps a list of all parts of all segments, and looks at all of it each time."""
+    """An allocator of the same rules that keeps all parts of all segments in a list, and searches all of it."""
 
     expandable: bool
     segments: list[list[list[int]]] = field(default_factory=list)  # [key or -1 where it is free, bytes] by address

@@ -1,4 +1,4 @@
-"""What programs allocate, in order: as many bytes as liveness counts, and all of it is freed but for what stays."""
+"""Allocations of programs, in order: as many bytes as liveness counts, and all of it is freed but for what stays."""
 
 from __future__ import annotations
 
