@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
     "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
-    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, betas=[0.9, 0.95], foreach=True),  # type: ignore[arg-type]
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
 }

@@ -12,8 +12,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ class OptimizerMemory:
 
 
 _known: dict[tuple[Any, ...], OptimizerMemory] = {}  # what was counted in this process: counts may vary by some bytes
+_shares: dict[tuple[Any, ...], float] = {}  # what updates of all parameters at once were measured to allocate
 NUMBERS = 16  # bytes of temporary numbers for each parameter, where these are on the device
 
 
@@ -69,8 +70,10 @@ def memory_of_optimizer(
             one = _known[key]
             state += count * (one.state + (0 if cuda else NUMBERS))
             if at_once:
-                share = _share_at_once(cast(Any, type(optimizer)), tuple(settings.items()), dtype)
-                update += math.ceil(count * rounding(math.prod(shape) * dtype.itemsize) * share)
+                alike = type(optimizer), repr(settings), dtype
+                if alike not in _shares:
+                    _shares[alike] = _share_at_once(type(optimizer), settings, dtype)
+                update += math.ceil(count * rounding(math.prod(shape) * dtype.itemsize) * _shares[alike])
             else:
                 update = max(update, one.update)
     return OptimizerMemory(state=state, update=update)
@@ -90,8 +93,7 @@ def _settings(
     return settings | ({"foreach": False} if "foreach" in taken else {}), bool(at_once)
 
 
-@lru_cache
-def _share_at_once(kind: Any, settings: tuple[tuple[str, Any], ...], dtype: torch.dtype) -> float:
+def _share_at_once(kind: Any, settings: Mapping[str, Any], dtype: torch.dtype) -> float:
     """Return what an update of all parameters at once allocates, over their bytes: measured on a small real one.
 
     Fake tensors do not know all ops on lists of tensors.
@@ -99,7 +101,7 @@ def _share_at_once(kind: Any, settings: tuple[tuple[str, Any], ...], dtype: torc
     with real_tensors(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parameter = nn.Parameter(torch.zeros(SAMPLE, dtype=dtype))
-        optimizer = kind([parameter], **dict(settings) | {"foreach": True})
+        optimizer = kind([parameter], **{**settings, "foreach": True})
         parameter.grad = torch.zeros(SAMPLE, dtype=dtype)
         optimizer.step()
         meter = _Meter(lambda size: size)

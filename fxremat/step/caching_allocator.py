@@ -37,7 +37,7 @@ class OutOfMemory(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Memory that a process has of the driver already: a segment, or a part of an expandable range that memory backs."""
+    """Memory that a process has of the driver: a segment, or a part of an expandable range that memory backs."""
 
     address: int
     small: bool  # in the small pool
