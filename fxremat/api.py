@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from fxremat.compilers.planning import pass_options, pipeline_of, step_of
 from fxremat.compilers.reading import NO_MARKS, is_marked, read_given
 from fxremat.cost.devices import Device
-from fxremat.errors import CaptureError, FxrematError
+from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError
 from fxremat.options import CompileOptions, Options, PlanOptions, options_of
 from fxremat.planning.captured_step import CapturedStep
 from fxremat.planning.numbered import NumberedStep
@@ -55,6 +55,7 @@ def compile(  # users know the name from torch.compile
         solver: "auto", or the name of a solver in docs/solvers.md.
         options: see `fxremat.options.Options`.
             device_mem  instead of `mem`: what the whole training process may have on the device
+            exact       True or False: the planner chooses among recomputation, the host, slices and compiled kernels
             plan        a plan saved by `plan.save`, or its path; it is used instead of planning
             dynamic     which input sizes may change, as in torch.compile, or their ranges: docs/shapes.md
             offload     whether activations (Offload(weights=True): also parameters) may be stored on the host
@@ -213,8 +214,14 @@ def profile(
 
 def _plan(model: nn.Module, call: Call, **options: Any) -> Plan:
     settings = options_of(**options)
-    with with_fakes(model, call, settings) as inputs:
-        return _capture(model, inputs, settings).plan()
+    try:
+        with with_fakes(model, call, settings) as inputs:
+            return _capture(model, inputs, settings).plan()
+    except BudgetTooSmall as error:
+        if (hosted := settings.with_weights_on_host(error.means)) is None:
+            raise
+    with with_fakes(model, call, hosted) as inputs:
+        return _capture(model, inputs, hosted).plan()
 
 
 def _capture(model: nn.Module, call: Call, settings: Options) -> CapturedStep:

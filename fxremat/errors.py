@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 
 class FxrematError(Exception):
     """The base of every error that fxremat raises on purpose."""
@@ -24,6 +27,7 @@ class BudgetTooSmall(FxrematError):
     share: float | None  # the budget in percent of `whole`; None: the user gave bytes
     whole: int | None  # peak bytes of the step without any recomputation, which budgets in percent refer to
     reason: str  # what needs `minimum` bytes, a clause such as "x is computed" after "there, "; "": unknown
+    means: tuple[Any, ...] = ()  # what the planner tried (`planned_step.Means`), if the user let it choose
 
     def __init__(
         self,
@@ -60,6 +64,11 @@ class BudgetTooSmall(FxrematError):
             self.whole if whole is None else whole,
             reason or self.reason,
         )
+
+    def of_means(self, means: Iterable[Any]) -> BudgetTooSmall:
+        """Return this error, with the means that the planner tried."""
+        self.means = tuple(means)
+        return self
 
     @property
     def minimum_share(self) -> float | None:

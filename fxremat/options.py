@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
@@ -26,11 +27,14 @@ from fxremat.cost.trace import Timer, Trace
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.host.tier import HostTier
 from fxremat.ops.parameters import check_optimizer
+from fxremat.planned_step import Means
 from fxremat.plans import Plan
 from fxremat.settings import Inductor, Loss, Offload, Search, Slices, Wish, check_wishes
 from fxremat.solvers.registry import JOINS, LISTS, SOLVERS, TABLES
 from fxremat.solvers.registry import NAMES as CHAINS
 from fxremat.units import Budget, Bytes, Percent, parse_budget, parse_bytes, shortened
+
+log = logging.getLogger(__name__)
 
 PLANNERS = ("auto", *LISTS, *TABLES)  # names of the solvers that plan models
 # names of the chain solvers that can also offload tensors
@@ -47,10 +51,11 @@ class PlanOptions(TypedDict, total=False):
     """The settings of `Options` except `mem`, `solver` and `plan`, for signatures: `**options: Unpack[PlanOptions]`."""
 
     device_mem: int | str | None
+    exact: bool | None
     dynamic: bool | Sizes | None
-    offload: bool | HostTier | Offload
-    slices: bool | Slices
-    backend: str | Inductor
+    offload: bool | HostTier | Offload | None
+    slices: bool | Slices | None
+    backend: str | Inductor | None
     optimizer: torch.optim.Optimizer | str | None
     costs: str | Device | Trace | Timer
     loss: int | str | Loss | None
@@ -91,6 +96,12 @@ class Options:
         device_mem: instead of `mem`, what the training process may have on the device in all, in bytes or as "24GiB":
             parameters, buffers, inputs, the state of `optimizer`, gradients that wait, on CUDA the context and the
             allocator's reserve (estimated), and the step, for which `mem` is what all that leaves.
+        exact: let the planner choose the means, and say in the plan what each would give. True: those with which
+            gradients are equal bit for bit: recomputation, and activations on the host where nothing else fits or
+            where that is at least 5 % faster; with `device_mem` and an optimizer also parameters and its state on the
+            host, as Offload(weights=True, updates="step") has them, where nothing else fits. False: slices and
+            compiled kernels, too, which round otherwise. `offload`, `slices` and `backend` force or forbid a means.
+            None: recomputation, and what these options say. Input sizes are fixed where there is a choice.
         plan: a saved plan, or the path of its file. It is used without planning if it belongs to the captured step.
             If it does not, that is an error; if `mem` is given, it is a warning, and a new plan is made. Input sizes
             are fixed.
@@ -101,11 +112,11 @@ class Options:
             sizes that may change from the start: {"tokens": {0: (2, 8), 1: Dim("n", min=16, max=4096)}}, where `Dim`
             is torch.export's. Sizes outside of a range are allowed; a budget in percent refers to the largest sizes.
         offload: whether activations may be stored on the host: True, a tier of `fxremat.host.tier`, or an `Offload`
-            with more settings.
+            with more settings. None: no, or as `exact` says.
         slices: whether groups of ops may run in slices of the batch or sequence: True, or a `Slices` with more
-            settings.
+            settings. None: no, or as `exact` says.
         backend: "eager": PyTorch's own kernels, with bitwise equal results; "inductor", or an `Inductor` with more
-            settings: groups of ops of the planned step are compiled.
+            settings: groups of ops of the planned step are compiled. None: "eager", or as `exact` says.
         optimizer: the optimizer of the model's parameters: SGD, Adam, AdamW, or another that updates each element
             separately. With offload=Offload(weights=True), the step runs it. With `device_mem`, or if `costs` names a
             device, its state is counted on the device; it may then be any optimizer of torch.optim, or a name, such
@@ -135,12 +146,13 @@ class Options:
     _: KW_ONLY
     mem: int | str | None = None
     device_mem: int | str | None = None
+    exact: bool | None = None
     plan: Plan | str | os.PathLike[str] | None = None
     solver: str = "auto"
     dynamic: bool | Sizes | None = None
-    offload: bool | HostTier | Offload = False
-    slices: bool | Slices = False
-    backend: str | Inductor = "eager"
+    offload: bool | HostTier | Offload | None = None
+    slices: bool | Slices | None = None
+    backend: str | Inductor | None = None
     optimizer: torch.optim.Optimizer | str | None = None
     costs: str | Device | Trace | Timer = "measure"
     loss: int | str | Loss | None = None
@@ -156,6 +168,8 @@ class Options:
     loss_seen: SeenLoss | None = field(default=None, repr=False)
     # what `device_mem` leaves for a step, once that is known. Set internally.
     division: Division | None = field(default=None, repr=False)
+    # the means that were tried before weights may be on the host. Set internally.
+    tried: tuple[Means, ...] = field(default=(), repr=False)
     # True: plan without anything remembered in this process. Set internally.
     pure: bool = field(default=False, repr=False)
     budget: Budget = field(init=False, repr=False)  # the parsed `mem`
@@ -171,7 +185,9 @@ class Options:
     def __post_init__(self) -> None:
         self._set("host", _host(self.offload))
         self._set("slicing", _slicing(self.slices))
-        self._set("inductor", _inductor(self.backend))
+        if self.exact is not None and not isinstance(self.exact, bool):
+            raise FxrematError(f"exact is {shortened(self.exact)}; it is True, False, or None")
+        self._set("inductor", _inductor(self.backend) if self.backend is not None else self._chosen_inductor())
         self._set("loss_outside", self.loss if isinstance(self.loss, Loss) else _of_size(self.loss))
         self._set("device", _device(self.costs))
         self._set("ranges", _ranges(self.dynamic))
@@ -232,6 +248,21 @@ class Options:
         return self.inductor is not None
 
     @property
+    def chooses(self) -> bool:
+        """True if the planner chooses the means by which the step fits."""
+        return self.exact is not None and not self.tried
+
+    @property
+    def may_offload(self) -> bool:
+        """True if the planner may choose to offload activations."""
+        return self.chooses and self.offload is None
+
+    @property
+    def may_slice(self) -> bool:
+        """True if the planner may choose to run groups of ops in slices."""
+        return self.chooses and self.exact is False and self.slices is None
+
+    @property
     def counts_reserved(self) -> bool:
         """True if `mem` limits the bytes that the device's allocator reserves."""
         return self.count == "reserved"
@@ -242,13 +273,16 @@ class Options:
 
         It cannot with a saved plan, offloading, slices, compiled kernels or a limit of reserved bytes.
         """
-        return not (self.plan or self.host or self.slicing or self.compiles or self.counts_reserved)
+        fixed = self.plan or self.host or self.slicing or self.compiles or self.counts_reserved
+        return not (fixed or self.may_offload or self.may_slice)
 
     @property
     def needs_fixed_sizes(self) -> str:
         """Name of the option that needs inputs of fixed sizes, for error messages."""
         if self.plan:
             return "a saved plan"
+        if self.chooses and not (self.host or self.slicing or (self.backend and self.compiles)):
+            return f"exact={self.exact}"
         if self.compiles:
             return 'backend="inductor"'
         return "slices" if self.slicing else "offloading" if self.host else 'count="reserved"'
@@ -262,7 +296,7 @@ class Options:
             return "offload=Offload(weights=True)"
         if self.host:
             return "offload"
-        if self.compiles:
+        if self.compiles and self.backend is not None:
             return 'backend="inductor"'
         if self.slicing:
             return "slices"
@@ -316,12 +350,36 @@ class Options:
             return None
         return expected[dimension][1]
 
+    def without_choice(self) -> Options:
+        """Return a copy with only those means that the user has named, for models that are several graphs."""
+        return replace(self, exact=None, backend=self.backend or "eager") if self.chooses else self
+
+    def with_weights_on_host(self, tried: tuple[Means, ...]) -> Options | None:
+        """Return the options by which parameters may live on the host after all else failed; None if they may not.
+
+        Args:
+            tried: the means that failed.
+        """
+        if not self.may_offload or self.device_mem is None or not isinstance(self.optimizer, torch.optim.Optimizer):
+            return None
+        hosted = Offload(weights=True, updates="step")
+        try:
+            return replace(self, offload=hosted, backend="eager", division=None, tried=tried)
+        except FxrematError as refused:
+            log.info("parameters cannot live on the host: %s", refused)
+            return None
+
     def quick(self) -> Options:
         """Return a copy of these options with a search time of 0 seconds, so that plans are not improved op by op."""
         return replace(self, search=replace(self.search, seconds=0.0))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+    def _chosen_inductor(self) -> Inductor | None:
+        """Return how the planner may compile groups of ops; None if it may not. Dropout draws as in eager PyTorch."""
+        plain = self.plan is None and self.measures and not (self.hosts_weights or self.counts_reserved)
+        return Inductor(random="eager") if self.exact is False and plain and not self.offloads_by_chain else None
 
     def _budget(self) -> Budget:
         """Return the budget of a step; before `device_mem` is divided, all of it."""
@@ -429,7 +487,7 @@ class Options:
             raise InvalidBudget('count="reserved" goes with bytes, as in mem="4GiB", "min" or "auto", not with percent')
 
 
-HIDDEN = ("loss_seen", "strict", "pure", "division")  # fields of `Options` that are set internally, not by users
+HIDDEN = ("loss_seen", "strict", "pure", "division", "tried")  # fields that are set internally, not by users
 NAMES = tuple(field.name for field in fields(Options) if field.init and field.name not in HIDDEN)
 RENAMED = {  # option of an earlier version -> what to write now
     "cost": 'costs="estimate"',
@@ -469,6 +527,8 @@ def changed_options(options: Options, mem: int | str | None, **changed: Any) -> 
     """
     for name in changed:
         check_name(name)
+    if "exact" in changed:  # what is captured stays
+        changed.setdefault("backend", options.inductor or "eager")
     if mem is None:
         made = replace(options, plan=None, strict=None, **changed)
     else:
@@ -501,7 +561,7 @@ def _host(given: object) -> Offload | None:
         return given
     if isinstance(given, HostTier):
         return Offload(tier=given)
-    if not isinstance(given, bool):
+    if not isinstance(given, bool | None):
         raise FxrematError(
             f"offload is {shortened(given)}; it is True, False, a host tier such as FileTier(), or an Offload(...)"
         )
@@ -511,7 +571,7 @@ def _host(given: object) -> Offload | None:
 def _slicing(given: object) -> Slices | None:
     if isinstance(given, Slices):
         return given
-    if not isinstance(given, bool):
+    if not isinstance(given, bool | None):
         raise FxrematError(f"slices is {shortened(given)}; it is True, False, or a Slices, such as Slices(max_parts=8)")
     return Slices() if given else None
 

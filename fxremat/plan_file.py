@@ -25,7 +25,7 @@ from fxremat.errors import PlanMismatch
 from fxremat.graphs.accounting import device_of
 from fxremat.graphs.captured import Captured
 from fxremat.passes.lower import Handles
-from fxremat.planned_step import WeightBudget
+from fxremat.planned_step import Means, WeightBudget
 from fxremat.search.candidate import (
     Candidate,
     Communicating,
@@ -64,6 +64,7 @@ class PlanData:
     slicing: Slicing | None
     weights: WeightBudget | None
     environment: Mapping[str, Any]
+    means: tuple[Means, ...] = ()
 
     @property
     def graph(self) -> StepGraph:
@@ -105,7 +106,7 @@ SHARED = (StepGraph, Layout, Program, Order)
 NUMBERS: Instead = {Captured: lambda captured: captured.step}  # how a captured step is written: without its fx nodes
 CLASSES = (
     *(PlanData, Candidate, Frontier, FromSchedule, FromJoin, Refined, Transferred, Communicating, Costs, Sizes, Link),
-    *(SlicedRegion, Slicing, WeightBudget, Handles),
+    *(SlicedRegion, Slicing, WeightBudget, Handles, Means),
     *(StepGraph, Op, Value, Origin, Kind, Source, Frame, Layout, BlockLayout, Order, Program, Step, Transfer, Role),
     *(ProgramWithTransfers, ProgramWithCommunication, Communication, Memory, Schedule, JoinSchedule, JoinTimeline),
 )

@@ -61,6 +61,25 @@ class Compiled:
     seconds: float  # seconds spent on compiling for this plan
 
 
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """A way to make a step fit that the planner considered, and what it would give; see `Options.exact`."""
+
+    name: str  # "recomputing", "offloading", "slices", "compiled kernels", "weights on the host", ...
+    chosen: bool = False
+    slowdown: float | None = None  # seconds, as a multiple of recomputing nothing; None: nothing fits, or not tried
+    peak: int | None = None  # bytes; None like `slowdown`
+    least: int | None = None  # bytes of the least budget that works, where nothing fits; else None
+    why_not: str = ""  # the reason why it was not tried; "": it was
+
+    def __str__(self) -> str:
+        if self.why_not:
+            return f"{self.name}: {self.why_not}"
+        if self.slowdown is None or self.peak is None:
+            return f"{self.name}: {format_bytes(self.least or 0)} at least"
+        return f"{self.name}: {self.slowdown:.2f}x in {format_bytes(self.peak)}{', chosen' if self.chosen else ''}"
+
+
 class PlannableStep(Protocol):
     """A captured step as `PlannedStep` uses it to plan again; `fxremat.CapturedStep` is one."""
 
@@ -109,6 +128,7 @@ class PlannedStep:
     more_slices: bool = False  # True: some ways to slice were not tried, and might need less memory
     compiled: Compiled | None = None  # the groups of ops that Inductor compiles; None: there are none
     not_compiled: str = ""  # if compiled regions were requested and there are none: the reason
+    means: tuple[Means, ...] = ()  # what the planner chose from, if the user let it choose; what was chosen is in it
     # memory of the device that the user named, including parameters, inputs and optimizer state
     on_device: DeviceMemory | None = None
     environment: Mapping[str, Any] | None = None  # device, versions and settings of a plan read from a file; else None

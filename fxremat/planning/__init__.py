@@ -5,6 +5,7 @@
                 with the costs of its ops and the Pareto frontier of ways to run it (time against peak memory)
     fastest     measured times are corrected, copies and communication are scheduled, and the fastest way that fits is
                 chosen
+    means       where the user leaves it to the planner: with or without offloading, and slices
     compiled    that way with groups of its ops compiled by Inductor, if the user asks for it and it is faster
 
 Capturing a step and running a plan are in `fxremat.runtime`.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 from fxremat import kernels
 from fxremat.agreement import Agreement
@@ -26,6 +28,7 @@ from fxremat.passes.lower import Handles
 from fxremat.planning.compiled import with_compiled_kernels
 from fxremat.planning.in_slices import Variants, fastest, variants_of, what_slices_buy
 from fxremat.planning.limits import Limit, limit_of
+from fxremat.planning.means import after_others, plan_by_means, with_kernels_among_means
 from fxremat.planning.step import Step
 from fxremat.plans import Plan
 from fxremat.progress import bars, planning
@@ -43,13 +46,9 @@ def plan(step: Step, options: Options) -> Plan:
             percent.
     """
     if options.compiles and communicates(step.graph):
-        ops = step.graph.ops
-        some = f"{sum(op.communicates for op in ops)} of the {len(ops)} ops"
-        raise FxrematError(
-            f'backend="inductor" compiles steps of one device, and {some} of this one communicate with other ranks: '
-            "leave backend out, or, where a rank can hold all parameters, put DistributedDataParallel around "
-            "fxremat.compile(model, mem=...), which sends gradients after the backward"
-        )
+        if options.backend is not None:
+            raise FxrematError(_communicating(step))
+        options = replace(options, backend="eager")
     if options.plan is not None and options.loss_seen is None and (saved := _saved(step, options)) is not None:
         return saved
     if isinstance(options.budget, Least):
@@ -58,16 +57,38 @@ def plan(step: Step, options: Options) -> Plan:
     limit = limit_of(step, options)
     shown = options.search.progress and step.ranks.rank == step.ranks.ranks[0]
     with bars(shown=shown), planning(what(step, limit)) as planned:
-        variants = variants_of(step, options, limit)
-        try:
-            made = fastest(variants, options)
-        except BudgetTooSmall as error:
-            raise limit.explained(_with_advice(error, variants, options)) from None
-        if options.compiles:
-            made = with_compiled_kernels(made, step, options)
+        op_by_op = partial(_op_by_op, limit=limit)
+        if options.chooses:
+            made, used = plan_by_means(step, options, op_by_op)
+        else:
+            made, used = op_by_op(step, options), options
+        if options.tried:
+            made = after_others(made, options.tried)
+        if used.compiles:
+            made = with_compiled_kernels(made, step, used)
+            made = with_kernels_among_means(made) if options.chooses else made
         _check_equal(made, step.ranks)
         planned(made.headline)
     return made
+
+
+def _op_by_op(step: Step, options: Options, limit: Limit) -> Plan:
+    """Plan within a limit, with each op in PyTorch's kernel. Raises `BudgetTooSmall` if nothing fits."""
+    variants = variants_of(step, options, limit)
+    try:
+        return fastest(variants, options)
+    except BudgetTooSmall as error:
+        raise limit.explained(_with_advice(error, variants, options)) from None
+
+
+def _communicating(step: Step) -> str:
+    ops = step.graph.ops
+    some = f"{sum(op.communicates for op in ops)} of the {len(ops)} ops"
+    return (
+        f'backend="inductor" compiles steps of one device, and {some} of this one communicate with other ranks: '
+        "leave backend out, or, where a rank can hold all parameters, put DistributedDataParallel around "
+        "fxremat.compile(model, mem=...), which sends gradients after the backward"
+    )
 
 
 def _least(step: Step, options: Options) -> Plan:
@@ -129,7 +150,8 @@ def _with_weights(made: Plan, step: Step) -> Plan:
 def _with_advice(error: BudgetTooSmall, variants: Variants, options: Options) -> BudgetTooSmall:
     """Add to the error the least budget that would work with `slices=True`; return it unchanged if that is not known.
     """
-    if options.slicing or options.counts_reserved or error.note or len(variants.captured.step.ranks.ranks) > 1:
+    several = len(variants.captured.step.ranks.ranks) > 1
+    if options.chooses or options.slicing or options.counts_reserved or error.note or several:
         return error
     try:
         return error.explained(note=what_slices_buy(variants.captured, error, options))

@@ -31,7 +31,7 @@ from fxremat.cost.layouts import LayoutsDiffer, Strides
 from fxremat.cost.segments import expand_segments
 from fxremat.cost.workspaces import make_workspaces, warn_of_trials
 from fxremat.device import kind_of
-from fxremat.errors import CaptureError, FxrematError, InvalidBudget
+from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError, InvalidBudget
 from fxremat.graphs.accounting import device_of, largest_tensor
 from fxremat.graphs.captured import Captured, inputs_of, read_joint, with_updates_inside
 from fxremat.graphs.cudnn_batch_norm import batch_norms_of_cudnn
@@ -318,6 +318,20 @@ class Backend:
             self.outdated = True
         if self.coordinator is not None:
             self.coordinator.plans.take(self.options)
+
+    def host_weights(self, error: BudgetTooSmall, model: nn.Module, call: Any) -> bool:
+        """Let parameters live on the host from now on, if nothing else fits and the options leave that to the planner.
+
+        Returns:
+            whether they may, so that the call can be captured again.
+        """
+        options = self.options.with_weights_on_host(error.means)
+        if options is None or self.plans:
+            return False
+        log.info("nothing fits with all parameters on the device: they may live on the host (%s)", error)
+        self.options, self._divided_for = options, (-1, -1, -1)
+        self.divide_device_memory(model, call)
+        return True
 
     def look_at_free_memory(self) -> None:
         """Plan again at this call if the budget is "auto", and less memory is free than at the last plan.

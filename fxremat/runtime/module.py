@@ -31,7 +31,7 @@ from torch import nn
 from fxremat import heartbeat
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer
-from fxremat.errors import CaptureError, FxrematError
+from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError
 from fxremat.graphs.names import tied_names
 from fxremat.ops.parameters import Weights
 from fxremat.ops.random import GeneratorStates, HostDraws
@@ -175,6 +175,7 @@ class _Training:
         def parameters() -> Iterable[tuple[str, torch.Tensor]]:
             return alive.named_parameters() if (alive := model()) is not None else ()
 
+        backend.options = backend.options.without_choice()
         backend.coordinator = coordinator = Coordinator(backend.options, backend.model, where, device, parameters)
         name = f"{backend.options.method} of {backend.model}"
         dynamic = None if backend.options.may_change is False else backend.options.may_change
@@ -657,6 +658,8 @@ def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kw
     except Exception as error:
         if isinstance(reached := planning_error(error) or error, Reached):
             raise reached from None
+        if isinstance(reached, BudgetTooSmall) and backend.host_weights(reached, training.model, (args, kwargs)):
+            return _forward_planned(module, training, args, kwargs)
         hooked = submodule_error(training.model, error)
         clear = hooked or explained(error, lambda: _plain_error(training, args, kwargs))
         parent = replaced_in(training.model, itself=training.own is not None)

@@ -225,18 +225,25 @@ def facts(plan: PlannedStep, tree: ModuleNode, *, exact: bool = True) -> Iterato
         yield "weights", _weights(plan)
     if plan.chosen.communication:
         yield "communication", _communication(plan.chosen.communication)
+    yield from _means(plan)
+    if plan.sizes:
+        yield "sizes", f"{plan.sizes}; others with plan.at(...)"
+    if plan.assumed:
+        yield "kernels", plan.assumed
+
+
+def _means(plan: PlannedStep) -> Iterator[tuple[str, str]]:
+    """Yield facts about slices, kernels, and what the planner chose from."""
     for region, count in Counter(map(_of_region, plan.slices)).items():
         yield "in slices", f"{count} x {region}" if count > 1 else region
+    if plan.means:
+        yield "means", "; ".join(map(str, plan.means))
     if plan.not_sliced:
         yield "whole" if plan.slices else "no slices", "; ".join(plan.not_sliced)
     if plan.compiled:
         yield "kernels", _kernels(plan, plan.compiled)
     if plan.not_compiled:
         yield "kernels", f"PyTorch's, op by op: {plan.not_compiled}"
-    if plan.sizes:
-        yield "sizes", f"{plan.sizes}; others with plan.at(...)"
-    if plan.assumed:
-        yield "kernels", plan.assumed
 
 
 def _peak(plan: PlannedStep) -> str:

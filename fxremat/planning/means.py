@@ -1,0 +1,148 @@
+"""Choosing the means by which a step fits its budget, where the user leaves that to the planner (`Options.exact`).
+
+    recomputing               always tried
+    offloading                activations may wait on the host
+    slices                    groups of ops may run in slices of the batch or sequence
+    offloading and slices
+
+The first that fits is chosen, unless a later one is faster by at least `FASTER`. Once the chosen one is so near to the
+time without recomputation that no other can be, the rest is not tried.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.options import Options
+from fxremat.planned_step import Means
+from fxremat.planning.step import Step
+from fxremat.plans import Plan
+from fxremat.transfers.network import communicates
+from fxremat.units import shortened
+
+log = logging.getLogger(__name__)
+
+FASTER = 1.05  # a further means is used if it makes the step at least so many times as fast
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """Some means together, as the options that differ from the user's."""
+
+    name: str
+    options: dict[str, Any]
+    forbidden: str = ""  # the option that forbids it; "": it may be used
+
+
+def plan_by_means(
+    step: Step, options: Options, plan: Callable[[Step, Options], Plan]
+) -> tuple[Plan, Options]:
+    """Plan with the means that the user allows, and choose; `plan` is called with the options of each.
+
+    Returns:
+        the plan, which has what each means gives, and the options that it was made with.
+
+    Raises:
+        BudgetTooSmall: nothing fits; `.minimum` is the least budget over all means, and `.means` has each one's.
+    """
+    tried: list[Means] = []
+    best: tuple[int, Plan, Options] | None = None
+    errors: list[BudgetTooSmall] = []
+    for way in _ways(step, options):
+        if reason := way.forbidden or (_enough(step, best[1]) if best else ""):
+            tried.append(Means(name=way.name, why_not=reason))
+            continue
+        try:
+            allowed = replace(options, **way.options)
+            made = plan(step, allowed)
+        except BudgetTooSmall as error:
+            errors.append(error)
+            tried.append(Means(name=way.name, least=error.minimum))
+            continue
+        except FxrematError as refused:
+            if not way.options:
+                raise
+            tried.append(Means(name=way.name, why_not=shortened(str(refused))))
+            continue
+        slowdown = made.predicted_time / max(1e-12, made.keep_all_time)
+        if best is None or _is_faster(step, slowdown, best[1]):
+            best = len(tried), made, allowed
+        tried.append(Means(name=way.name, slowdown=slowdown, peak=made.predicted_peak))
+    if best is None:
+        least = min(errors, key=lambda error: error.minimum)
+        raise least.explained(note=_told(least.note, tried, options)).of_means(tried)
+    place, made, allowed = best
+    tried[place] = replace(tried[place], chosen=True)
+    return replace(made, means=tuple(tried)), allowed
+
+
+def with_kernels_among_means(plan: Plan) -> Plan:
+    """Return a plan with compiled kernels, or with the reason why it has none, in its list of means."""
+    if plan.compiled is None:
+        kernels = Means(name="compiled kernels", why_not=plan.not_compiled)
+    else:
+        slowdown = plan.predicted_time / max(1e-12, plan.keep_all_time)
+        kernels = Means(name="compiled kernels", slowdown=slowdown, peak=plan.predicted_peak, chosen=True)
+    return replace(plan, means=(*plan.means, kernels))
+
+
+def after_others(plan: Plan, tried: tuple[Means, ...]) -> Plan:
+    """Return a plan with weights on the host, which was made since none of `tried` fits, with all of these means."""
+    slowdown = plan.predicted_time / max(1e-12, plan.keep_all_time)
+    chosen = Means(name="weights on the host", slowdown=slowdown, peak=plan.predicted_peak, chosen=True)
+    return replace(plan, means=(*tried, chosen))
+
+
+def _ways(step: Step, options: Options) -> Iterator[_Way]:
+    """Yield what may be used together, that which changes least first."""
+    forced = [name for name, given in (("offloading", options.host), ("slices", options.slicing)) if given]
+    yield _Way(name=" and ".join(forced) or "recomputing", options={})
+    exact = "gradients round otherwise, which exact=True forbids" if options.exact else ""
+    offload = "" if options.may_offload else f"offload={options.offload!r} forbids it"
+    slices = exact or ("" if options.may_slice else f"slices={options.slices!r} forbids it")
+    if options.offload is None or not options.host:
+        yield _Way(name=" and ".join(["offloading", *forced]), options={"offload": True}, forbidden=offload)
+    if options.slices is None or not options.slicing:
+        yield _Way(name=" and ".join([*forced, "slices"]), options={"slices": True}, forbidden=slices)
+    if options.may_offload and options.may_slice:
+        yield _Way(name="offloading and slices", options={"offload": True, "slices": True})
+    if not options.compiles:
+        yield _Way(name="compiled kernels", options={}, forbidden=exact or _why_not_compiled(step, options))
+
+
+def _why_not_compiled(step: Step, options: Options) -> str:
+    if communicates(step.graph):
+        return "ops communicate with other ranks"
+    if options.backend == "eager":
+        return 'backend="eager" forbids it'
+    return "they are measured, and costs are estimated" if not options.measures else "not with these options"
+
+
+def _enough(step: Step, best: Plan) -> str:
+    """Return why nothing else can be faster by `FASTER`; "" if something might. The first rank decides for all."""
+
+    def gain() -> float:
+        return best.predicted_time / max(1e-12, best.keep_all_time)
+
+    slowdown = step.ranks.from_first("choosing means", gain)
+    return f"not tried, as it could save {max(0.0, 1 - 1 / slowdown):.1%}" if slowdown <= FASTER else ""
+
+
+def _is_faster(step: Step, slowdown: float, best: Plan) -> bool:
+    """Tell whether a step is faster by `FASTER` than the best one. The first rank decides for all."""
+
+    def faster() -> bool:
+        return slowdown * FASTER <= best.predicted_time / max(1e-12, best.keep_all_time)
+
+    return step.ranks.from_first("choosing means", faster)
+
+
+def _told(note: str, tried: list[Means], options: Options) -> str:
+    """Return the note of an error, followed by what each means would need, and which option allows further ones."""
+    needed = [str(means) for means in tried if not means.why_not]
+    more = "exact=False allows slices and compiled kernels, with which gradients round otherwise" if options.exact else ""
+    return "; ".join(filter(None, [note, *needed, more]))
