@@ -131,6 +131,25 @@ def _let_others_go_on_while_waiting() -> None:
     AsyncCompile._wait_futures = let_others_go_on  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def several_at_once(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Within this context, threads may compile regions at once; afterwards PyTorch's global settings are as before.
+
+    A thread that waits for compiler processes lets another begin, which takes the first one's settings for the user's,
+    and restores those at its end. They are `torch.fx._lazy_graph_module._use_lazy_graph_module_flag`, which
+    `compile_fx_inner` sets (torch 2.11, 2.13), and the patches of `torch._inductor.config`, global in torch 2.11.
+    """
+    import torch._inductor.config as inductor_config
+    from torch.fx import _lazy_graph_module as lazy
+
+    before, own = lazy._use_lazy_graph_module_flag, {**settings, **ALWAYS}
+    with inductor_config.patch({name: getattr(inductor_config, name) for name in own}):
+        try:
+            yield
+        finally:
+            lazy._use_lazy_graph_module_flag = before
+
+
 @functools.cache
 def link_in_any_folder() -> None:
     """Fix Inductor's linking if PyTorch is in a folder whose path has a space; this also affects `torch.compile`.

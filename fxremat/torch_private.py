@@ -1237,6 +1237,17 @@ def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
     return _LazyGraphModule(root, graph)
 
 
+def write_forward(module: torch.nn.Module) -> None:
+    """Generate the `forward` of a graph module whose code is generated when first needed, so that dynamo can trace it.
+
+    `torch.fx._lazy_graph_module._LazyGraphModule.force_recompile` (torch 2.11, 2.13); it ignores other modules.
+    """
+    if isinstance(module, fx.GraphModule):
+        from torch.fx._lazy_graph_module import _LazyGraphModule
+
+        _LazyGraphModule.force_recompile(module)
+
+
 def input_and_dimension(placeholder: fx.Node, names: Sequence[str] = ()) -> tuple[str, int | None]:
     """Return the model input and the dimension whose size is an input of dynamo's graph.
 

@@ -27,7 +27,7 @@ from torch import fx
 
 from fxremat.errors import FxrematError
 from fxremat.step.step_graph import Kind
-from fxremat.torch_inductor import compile_region, configuration
+from fxremat.torch_inductor import compile_region, configuration, several_at_once
 from fxremat.torch_private import boxed, copied
 
 log = logging.getLogger(__name__)
@@ -101,6 +101,11 @@ class Region:
 
     def __call__(self, *inputs: torch.Tensor) -> Sequence[Any]:
         return self.run([x.clone() if k in self.donated else x for k, x in enumerate(inputs)])
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of `torch._inductor.config` that the region is compiled with."""
+        return self._how.settings
 
     @property
     def is_compiled(self) -> bool:
@@ -208,7 +213,8 @@ def forget_kernels() -> None:
 def compile_all(regions: Iterable[Region]) -> Iterator[Region]:
     """Compile regions in parallel, and yield each as soon as it is compiled."""
     todo = list(regions)
-    with ThreadPoolExecutor(max(1, min(AT_ONCE, len(todo)))) as pool:
+    settings = {name: value for region in todo for name, value in region.settings.items()}
+    with several_at_once(settings), ThreadPoolExecutor(max(1, min(AT_ONCE, len(todo)))) as pool:
         # Inductor reads its settings from context variables
         running = {pool.submit(copy_context().run, region.compile): region for region in todo}
         for done in as_completed(running):

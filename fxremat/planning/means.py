@@ -144,5 +144,5 @@ def _is_faster(step: Step, slowdown: float, best: Plan) -> bool:
 def _told(note: str, tried: list[Means], options: Options) -> str:
     """Return the note of an error, followed by what each means would need, and which option allows further ones."""
     needed = [str(means) for means in tried if not means.why_not]
-    more = "exact=False allows slices and compiled kernels, with which gradients round otherwise" if options.exact else ""
-    return "; ".join(filter(None, [note, *needed, more]))
+    further = "exact=False allows slices and compiled kernels, with which gradients round otherwise"
+    return "; ".join(filter(None, [note, *needed, further if options.exact else ""]))

@@ -63,6 +63,7 @@ from fxremat.torch_private import (
     is_traced,
     outside_graphs,
     planning_error,
+    write_forward,
 )
 
 if TYPE_CHECKING:
@@ -355,6 +356,7 @@ def drop_in(model: nn.Module, options: Options, target: Device | None = None) ->
         target: the device to plan for, if the module is only used to make plans; None: the module runs its plans on
             the model's own device.
     """
+    write_forward(model)
     shared = _shared(model)
     method = options.method
     if not callable(getattr(model, method, None)):

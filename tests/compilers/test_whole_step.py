@@ -13,7 +13,7 @@ from benchmarks import meter
 from fxremat.errors import CaptureError
 from fxremat.passes import as_emitted, step_pass
 from fxremat.step.step_graph import StepGraph
-from fxremat.torch_private import copied
+from fxremat.torch_private import copied, graph_module
 from tests.compilers.models import NAMES, case, full_step, inputs_of
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -104,7 +104,8 @@ def test_the_graph_of_a_forward_is_captured_with_inputs() -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 4)
     exported = torch.export.export(Traced(), (x,)).module()
-    for graph in (fx.symbolic_trace(Traced()), exported):
+    traced = fx.symbolic_trace(Traced())
+    for graph in (traced, exported, graph_module(traced, traced.graph)):
         step = fxremat.capture(graph, (x,), costs="estimate", search=QUICK)
         assert len(step.graph.backward_ops) > 2
     symbolic = fx.symbolic_trace(Traced())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,28 @@ def test_equal_code_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same[2].is_compiled
     assert same[1].compile() == 0.0
     assert len(compiled) == 3
+
+
+def test_threads_that_compile_at_once_leave_settings_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread restores what it found, and one that begins while another waits finds that one's settings."""
+    from torch.fx import _lazy_graph_module as lazy
+
+    one_begins, other_begins, one_ends = (threading.Event() for _ in range(3))
+
+    def overlapping(module: fx.GraphModule, _: Any, donated: object, *__: Any) -> Any:
+        mine, waits = (other_begins, one_ends) if donated else (one_begins, other_begins)
+        if donated:
+            one_begins.wait(60)
+        with lazy._use_lazy_graph_module(True):
+            mine.set()
+            waits.wait(60)
+        one_ends.set()
+        return lambda inputs: module(*inputs)
+
+    monkeypatch.setattr(regions, "compile_region", overlapping)
+    x, y = torch.rand(SHAPE), torch.rand(SHAPE)
+    list(compile_all([region_of(scaled, x, y), region_of(scaled, x, y, dying=DONATED, donated=DONATED)]))
+    assert not lazy._use_lazy_graph_module_flag
 
 
 def test_what_does_not_compile_runs_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
