@@ -6,7 +6,7 @@ import copy
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,10 +36,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def held(*tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of tensors, each once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for each in tensors for t in each}
-    return sum(storages.values())
+def held(*tensors: Iterable[Tensor], apart: Container[int] = ()) -> int:
+    """Bytes of the storages of tensors, each once, without tensors at the addresses `apart`."""
+    there = [t.untyped_storage() for each in tensors for t in each if t.data_ptr() not in apart]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in there}.values())
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -53,23 +53,31 @@ def most(
     """The most bytes that a loop has at a time, in all of its steps: what is there at the start, and what comes."""
     found = 0
     parameters = list(model.parameters())
+
+    def at_start() -> int:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        there = parameters, model.buffers(), batch, state_of(optimizer), gradients
+        return held(*there, apart=on_the_host(model))
+
+    def forward_and_backward() -> None:
+        model(*batch).backward()
+
     for step in range(steps):
         for _ in range(backwards):
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            start = held(parameters, model.buffers(), batch, state_of(optimizer), gradients)
-
-            def forward_and_backward() -> None:
-                model(*batch).backward()
-
-            if step == 0 and not gradients:
+            if step == 0 and all(p.grad is None for p in parameters):
                 forward_and_backward()  # plans, which takes what it takes
                 model.zero_grad(set_to_none=True)
-            found = max(found, start + meter.peak_bytes(forward_and_backward))
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        start = held(parameters, model.buffers(), batch, state_of(optimizer), gradients)
-        found = max(found, start + meter.peak_bytes(optimizer.step))
+            found = max(found, at_start() + meter.peak_bytes(forward_and_backward))
+        found = max(found, at_start() + meter.peak_bytes(optimizer.step))
         optimizer.zero_grad()
     return found
+
+
+def on_the_host(model: Any) -> Container[int]:
+    """The addresses of parameters, gradients and optimizer state that wait on the host."""
+    training = getattr(model, "_fxremat", None)
+    weights = training.backend.weights if training else None
+    return {*weights._homes, *(home.data_ptr() for home in weights._gradients.values())} if weights else ()
 
 
 class WithLoss(nn.Module):
@@ -109,14 +117,16 @@ def test_the_whole_loop_stays_within_it(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize("name", models.MAIN)
-@pytest.mark.parametrize("share", [0.6, 0.8, 1.0])
-def test_models_train_within_it_with_the_bits_of_plain_pytorch(name: str, optimizer: str, share: float) -> None:
+@pytest.mark.parametrize(("share", "exact"), [(0.3, True), (0.5, True), (0.6, None), (0.8, True), (0.8, None), (1.0, None)])
+def test_models_train_within_it_with_the_bits_of_plain_pytorch(
+    name: str, optimizer: str, share: float, exact: bool | None
+) -> None:
     case = models.get(name, "small")
     batch = case.batch()
     device_mem = int(share * plain_peak(case.model(), OPTIMIZERS[optimizer], batch))
     ours, plain = case.model(), case.model()
     mine, theirs = OPTIMIZERS[optimizer](ours.parameters()), OPTIMIZERS[optimizer](plain.parameters())
-    compiled = fxremat.compile(ours, device_mem=device_mem, optimizer=mine, search=QUICK)
+    compiled = fxremat.compile(ours, device_mem=device_mem, optimizer=mine, search=QUICK, exact=exact)
     try:
         torch.manual_seed(1)
         assert most(compiled, mine, batch) <= device_mem
