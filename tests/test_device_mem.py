@@ -117,7 +117,9 @@ def test_the_whole_loop_stays_within_it(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize("name", models.MAIN)
-@pytest.mark.parametrize(("share", "exact"), [(0.3, True), (0.5, True), (0.6, None), (0.8, True), (0.8, None), (1.0, None)])
+@pytest.mark.parametrize(
+    ("share", "exact"), [(0.3, True), (0.5, True), (0.6, None), (0.8, True), (0.8, None), (1.0, None)]
+)
 def test_models_train_within_it_with_the_bits_of_plain_pytorch(
     name: str, optimizer: str, share: float, exact: bool | None
 ) -> None:
