@@ -210,6 +210,34 @@ def test_training_is_ddps_at_every_budget(tmp_path: Path) -> None:
     assert equal(run_ranks(_as_ddp, 2, tmp_path, PLAIN, (*MORE, LEAST), limit=600))
 
 
+def _by_means(rank: int, world: int) -> dict[str, Any]:
+    """Differences from FSDP2 where the planner chooses the means, and the means that it chose from, on each rank."""
+    own_cache()
+    mesh, case = init_device_mesh("cpu", (world,)), CASES["dropout"]
+
+    def make() -> nn.Module:
+        return in_blocks(seeded(case.make), mesh)
+
+    batches = case.batches(rank)
+    theirs, found, means = train(make(), batches, rank), {}, []
+    for mem in ("90%", "60%", "min"):
+        compiled = fxremat.compile(make(), mem=mem, exact=True, **QUICK)
+        found[mem] = differences(train(compiled, batches, rank), theirs)
+        means.append([(each.name, each.chosen) for each in compiled.plan.means])
+    rounding = fxremat.compile(make(), mem="60%", exact=False, **QUICK | {"costs": "measure"})
+    train(rounding, batches, rank)
+    kernels = {each.name: each.why_not for each in rounding.plan.means}["compiled kernels"]
+    return {"differ": {"dropout": found}, "means": means, "kernels": kernels}
+
+
+@pytest.mark.long
+def test_ranks_choose_the_same_means(tmp_path: Path) -> None:
+    results = run_ranks(_by_means, 2, tmp_path, limit=300)
+    assert equal([found["differ"] for found in results])
+    assert results[0]["means"] == results[1]["means"]
+    assert {each["kernels"] for each in results} == {"ops communicate with other ranks"}
+
+
 def _hybrid(rank: int, world: int) -> dict[str, Any]:
     own_cache()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
