@@ -14,6 +14,8 @@ AUTO_MARGIN = 0.05
 BLOCKS_MARGIN = 0.2
 # minimum bytes that mem="auto" leaves unused: two segments of large blocks of CUDA's allocator
 LEAST_MARGIN = 40 * 2**20
+# fraction of the free memory that is left unused if the bytes that the allocator reserves are predicted
+REPLAYED_MARGIN = 0.03
 # multiple of the largest tensor's bytes that may be free only in pieces which are too small for that tensor
 FRAGMENTS = 1.5
 # if less than this fraction of the bytes that were free at planning is free now, mem="auto" is planned again
@@ -46,6 +48,18 @@ def has_shrunk(planned: int, device: torch.device, largest: int) -> bool:
     `largest` is the number of bytes of the step's largest tensor.
     """
     return free_bytes(device, largest) < SHRUNK * planned
+
+
+def bytes_to_reserve(device: torch.device, returnable: int) -> tuple[int, int]:
+    """Return the bytes that PyTorch's allocator may still reserve on a device, minus a margin, and that margin.
+
+    Args:
+        returnable: bytes that the allocator could give back, which count as not reserved.
+    """
+    kind = kind_of(device)
+    free = kind.free(device) - kind.cached(device) + returnable
+    margin = int(min(free, max(REPLAYED_MARGIN * free, LEAST_MARGIN)))
+    return max(1, free - margin), margin
 
 
 def free_memory(device: torch.device) -> int:

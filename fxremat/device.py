@@ -109,7 +109,16 @@ class Kind:
         """Return the bytes that the device has free now, including those that PyTorch's allocator keeps for reuse."""
         self.require(Ability.FREE)
         free, _ = torch.accelerator.get_memory_info(device)
-        return int(free + torch.accelerator.memory_reserved(device) - self.allocated(device))
+        return int(free + self.cached(device))
+
+    def cached(self, device: torch.device) -> int:
+        """Return the bytes that PyTorch's allocator keeps for reuse."""
+        return int(torch.accelerator.memory_reserved(device) - self.allocated(device))
+
+    def empty_cache(self) -> None:
+        """Give memory that PyTorch's allocator keeps for reuse back to the device."""
+        if self.accelerator:
+            self._module.empty_cache()
 
 
     def stream(self, device: torch.device) -> torch.Stream:

@@ -112,6 +112,7 @@ class PlannedStep:
     """
 
     budget: int  # bytes that the step may use
+    reserving: bool = False  # True: `budget` limits the bytes that the device's allocator reserves
     chosen: Candidate
     alternatives: Frontier  # the Pareto frontier (peak, time) that `chosen` was picked from
     costs: Costs

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +37,9 @@ from fxremat.step.reserved import AllocatorState
 from fxremat.transfers.network import communicates, with_overlap
 from fxremat.transfers.offloading import with_offloading, with_schedules
 from fxremat.transfers.weight_updates import best_within, resident_peak
+from fxremat.units import format_bytes
+
+log = logging.getLogger(__name__)
 
 # bytes that a budget of reserved bytes leaves free: a segment of each pool, since an op may allocate its workspace in
 # parts, or in another order than is assumed
@@ -68,7 +72,8 @@ def _chosen(survey: Survey, options: Options, allocator: AllocatorState | None) 
     if options.offloads:
         return _plan_with_offloading(survey, options)
     best = _fastest(survey, options, allocator)
-    return plan_of(best, survey.frontier, survey.costs, survey.limit.bytes, options, allocator=allocator)
+    further = {"allocator": allocator, "reserving": survey.limit.reserving}
+    return plan_of(best, survey.frontier, survey.costs, survey.limit.bytes, options, **further)
 
 
 def _calibrated(survey: Survey, options: Options, allocator: AllocatorState | None) -> Survey:
@@ -76,19 +81,20 @@ def _calibrated(survey: Survey, options: Options, allocator: AllocatorState | No
 
     Estimated costs stay as they are. Without offloading, `BudgetTooSmall` is raised before anything runs.
     """
+    near = survey.frontier.nearest(survey.limit.bytes)
     if options.host is None:
-        _fastest(survey, options, allocator)  # only to raise `BudgetTooSmall` before anything runs, if nothing fits
+        best = _fastest(survey, options, allocator)  # raises `BudgetTooSmall` before anything runs, if nothing fits
+        near = best if survey.limit.reserving else near
     if not options.measures:
         return survey
-    near = survey.frontier.nearest(survey.limit.bytes).program()
-    factor = calibration(near, survey.costs, survey.step.inputs, survey.step.ranks)
+    factor = calibration(near.program(), survey.costs, survey.step.inputs, survey.step.ranks)
     return survey.scaled(factor)
 
 
 def _fastest(survey: Survey, options: Options, allocator: AllocatorState | None = None) -> Candidate:
     """Return the fastest candidate that fits. Raises `BudgetTooSmall`, which names the op at which memory is largest.
     """
-    if options.counts_reserved:
+    if survey.limit.reserving:
         return _fastest_reserving(survey, allocator)
     try:
         return survey.frontier.within(survey.limit.bytes)
@@ -117,9 +123,18 @@ def _fastest_reserving(survey: Survey, allocator: AllocatorState | None) -> Cand
         return found
 
     for candidate in candidates:
-        if reserved(candidate, limit) <= limit:
+        if candidate.peak <= limit and reserved(candidate, limit) <= limit:
             return candidate
-    least = min(map(reserved, candidates)) + SPARE
+    smallest = min(candidates, key=reserved)
+    least = reserved(smallest) + SPARE
+    if least <= survey.limit.bytes + survey.limit.spare:
+        log.warning(
+            "the least plan reserves %s, which leaves %s of the device free: mem=\"auto\" would leave %s",
+            format_bytes(least),
+            format_bytes(survey.limit.bytes + survey.limit.spare - least),
+            format_bytes(survey.limit.spare),
+        )
+        return smallest
     note = f"these are reserved bytes, {SPARE} of them to spare"
     raise survey.limit.explained(BudgetTooSmall(minimum=least, budget=survey.limit.bytes, note=note))
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxremat.budget import free_bytes
+from fxremat.budget import bytes_to_reserve, free_bytes
+from fxremat.cost.allocator import allocator_of
 from fxremat.cost.device_memory import DeviceMemory, Division, memory_on
 from fxremat.cost.measure import measure
 from fxremat.errors import BudgetTooSmall, InvalidBudget
@@ -24,6 +25,8 @@ from fxremat.options import Options
 from fxremat.planning.facts import estimated_device, with_loss
 from fxremat.planning.step import Reference, Step
 from fxremat.search.executions import keep_all_peak
+from fxremat.step.reserved import AllocatorState
+from fxremat.transfers.network import communicates
 from fxremat.units import Auto, Bytes, Least, Percent
 
 
@@ -37,6 +40,8 @@ class Limit:
     keep_all: int | None = None  # bytes that `share` is a percentage of; None if not needed or not known yet
     device: DeviceMemory | None = None  # memory of a device that the user named, if the budget is "auto"
     division: Division | None = None  # of the `device_mem` that the user gave
+    reserving: bool = False  # the budget limits what the device's allocator reserves, not what is allocated
+    spare: int = 0  # bytes beyond the budget that a step may take, with a warning, if nothing fits otherwise
     words: str = ""  # the budget in words, for the log
 
     def of(self, keep_all: Callable[[], int]) -> Limit:
@@ -61,10 +66,14 @@ class Limit:
         return error.explained(share=self.share, whole=self.keep_all, reason=reason, note=note)
 
 
-def limit_of(step: Step, options: Options) -> Limit:
+def limit_of(step: Step, options: Options, *, replayed: bool = True) -> Limit:
     """Return the limit that the user's budget sets for a step.
 
     All ranks have to call it together: "auto" is the free memory of the rank that has least.
+
+    Args:
+        replayed: the bytes that a program makes the allocator reserve may be predicted, so that "auto" need not leave
+            room for them.
 
     Raises:
         InvalidBudget: the budget is "auto", and the device cannot tell how much memory is free.
@@ -75,14 +84,18 @@ def limit_of(step: Step, options: Options) -> Limit:
             division = options.division.of(step.graph)
             return Limit(known=division.budget, words=words, division=division)
         case Bytes(count):
-            return Limit(known=count, words=words)
+            return Limit(known=count, words=words, reserving=options.counts_reserved)
         case Least():
-            return Limit(known=1, words=words)  # nothing fits in one byte, and the error then names the least budget
+            # nothing fits in one byte, and the error then names the least budget
+            return Limit(known=1, words=words, reserving=options.counts_reserved)
         case Auto() if options.device is not None:
             memory = left_on_device(step.graph, options)
             return Limit(known=max(1, memory.auto), device=memory, words=f"what {memory.device} has left")
+        case Auto() if replayed and (allocator := _replayable(step, options)) is not None:
+            known, margin = bytes_to_reserve(device_of(step.graph), allocator.returnable)
+            return Limit(known=known, words=words, reserving=True, spare=margin)
         case Auto():
-            return Limit(known=_free_on_all(step), words=words)
+            return Limit(known=_free_on_all(step), words=words, reserving=options.counts_reserved)
         case Percent(share):
             if step.reference:
                 return _share_of(step.reference, share)
@@ -91,6 +104,14 @@ def limit_of(step: Step, options: Options) -> Limit:
             costs = with_loss(step.as_eager, measure(step.as_eager, step.inputs, ranks=step.ranks), options)
             everything = keep_all_peak(step.as_eager, costs)
             return Limit(known=max(1, int(everything * share / 100)), share=share, keep_all=everything, words=words)
+
+
+def _replayable(step: Step, options: Options) -> AllocatorState | None:
+    """Return the device's allocator if it is known what programs of the step make it reserve; else None."""
+    alone = len(step.ranks.ranks) == 1 and not communicates(step.graph)
+    if not alone or options.host or options.compiles or options.may_offload or step.trained:
+        return None
+    return allocator_of(device_of(step.graph))
 
 
 def limit_of_paths(

@@ -41,7 +41,7 @@ def replan(step: Step, known: Sequence[Plan], options: Options, choose: Choice) 
     if isinstance(options.budget, Least):
         return None
     near = sorted(known, key=lambda plan: _distance(plan.graph, step.graph))
-    nearest, limit = near[0], limit_of(step, options)
+    nearest, limit = near[0], limit_of(step, options, replayed=False)
     with planning(f"{what(step, limit)} from known programs") as planned:
         costs = facts_at_other_sizes(step.graph, nearest, options)
         others = [candidate for plan in near[:NEAREST] for candidate in plan.alternatives.candidates]

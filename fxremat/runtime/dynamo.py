@@ -24,7 +24,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxremat import kernels
-from fxremat.budget import free_bytes, has_shrunk
+from fxremat.budget import SHRUNK, free_bytes, free_memory, has_shrunk
 from fxremat.cost.device_memory import bytes_of_inputs, divided
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer, Strides
@@ -166,6 +166,7 @@ class Backend:
         # what `device_mem` was divided for: the most bytes of inputs, and the most parameters that had a gradient at
         # the beginning, and that were trained
         self._divided_for = (-1, -1, -1)
+        self._free = 0  # bytes that the device had free when the latest plan for reserved bytes was made
         self._fixed = False  # True if each combination of input sizes is captured separately
         self._called_with: set[str] = set()  # the combinations of input sizes that were planned for, as text
         # how the graph that is being compiled can run again; None if it has no backward
@@ -342,8 +343,12 @@ class Backend:
             return
         plan = self.plans[-1]
         device, largest = device_of(plan.graph), largest_tensor(plan.graph)
-        if has_shrunk(plan.budget, device, largest):
-            now, before = format_bytes(free_bytes(device, largest)), format_bytes(plan.budget)
+        if plan.reserving:
+            shrunk, found, known = free_memory(device) < SHRUNK * self._free, free_memory(device), self._free
+        else:
+            shrunk, found, known = has_shrunk(plan.budget, device, largest), free_bytes(device, largest), plan.budget
+        if shrunk:
+            now, before = format_bytes(found), format_bytes(known)
             log.info('mem="auto" has %s for this step, and was planned for %s: it is planned anew', now, before)
             self.outdated = True
 
@@ -558,6 +563,9 @@ class Backend:
     def _plan_fixed(self, step: Step) -> Plan:
         """Plan a step of fixed sizes, and append the plan to `plans`."""
         plan = FixedStep(step, self.options).plan()
+        if plan.reserving:
+            kind_of(device_of(plan.graph)).empty_cache()  # the step was replayed on an allocator that keeps nothing
+            self._free = free_memory(device_of(plan.graph)) if isinstance(self.options.budget, Auto) else 0
         if step.trained and plan.weights:
             self.hosted |= {step.trained.numbers[value] for value in plan.weights.hosted}
         self.plans.append(plan)

@@ -201,7 +201,7 @@ def labelled(facts: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 def facts(plan: PlannedStep, tree: ModuleNode, *, exact: bool = True) -> Iterator[tuple[str, str]]:
     """Yield (label, text) facts about a plan; `exact` adds the smallest working budget in bytes."""
-    yield "budget", format_bytes(plan.budget)
+    yield "budget", format_bytes(plan.budget) + (" of reserved bytes" if plan.reserving else "")
     yield "predicted peak", _peak(plan)
     if plan.predicted_reserved is not None:
         yield "reserved", _reserved(plan, plan.predicted_reserved)

@@ -42,6 +42,14 @@ class AllocatorState:
     expandable: bool  # the setting `expandable_segments`
     segments: tuple[Segment, ...] = ()  # what it has of the driver; what is free there may be given back first
 
+    @property
+    def returnable(self) -> int:
+        """The bytes that it can give back to the driver now."""
+        allocator = CachingAllocator(expandable=self.expandable, segments=self.segments)
+        before = allocator.reserved
+        allocator.release()
+        return before - allocator.reserved
+
     def reserved_by(self, program: Program, costs: Costs, at_most: int | None = None) -> int | None:
         """Return the bytes that a step makes it reserve beyond those that it cannot give back at the beginning.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat import budget
+from fxremat.budget import REPLAYED_MARGIN
+from fxremat.device import Ability, kind_of
+from fxremat.planning import choosing, limits
 from fxremat.planning.choosing import SPARE
 from fxremat.settings import Search
+from fxremat.step.reserved import AllocatorState
 
 QUICK = Search(seconds=0.0, progress=False)
 WIDTH, DEPTH, ROWS = 512, 6, 4096
@@ -41,6 +47,61 @@ def test_a_plan_for_a_gpu_says_what_is_reserved(step: Any) -> None:
     assert plan.predicted_reserved % 2**20 == 0
     assert "  reserved  " in str(plan)
     assert "expandable segments" in str(plan)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the bytes that a device has free, for plans on it: this one, as if PyTorch's allocator of CUDA had it."""
+    state = AllocatorState(expandable=True)
+    kind = replace(kind_of(torch.device("cpu")), abilities=frozenset(Ability))
+    for module in (limits, choosing):
+        monkeypatch.setattr(module, "allocator_of", lambda _: state)
+    monkeypatch.setattr(budget, "kind_of", lambda _: kind)
+    monkeypatch.setattr(type(kind), "cached", lambda *_: 0)
+    monkeypatch.setattr(type(kind), "empty_cache", lambda _: None)
+
+    def free(there: int) -> None:
+        monkeypatch.setattr(type(kind), "free", lambda *_: there)
+
+    return free
+
+
+def trained(seed: int) -> tuple[Any, Tensor]:
+    torch.manual_seed(seed)
+    return fxremat.compile(Deep(), mem="auto", costs="estimate", search=QUICK), torch.randn(ROWS, WIDTH)
+
+
+def test_auto_is_what_can_be_reserved(device: Callable[[int], None], caplog: pytest.LogCaptureFixture) -> None:
+    device(10**10)
+    compiled, x = trained(0)
+    compiled(x).backward()
+    everything = compiled.plan.predicted_reserved
+    assert compiled.plan.budget == int(10**10 * (1 - REPLAYED_MARGIN))
+    assert "of reserved bytes" in str(compiled.plan)
+    free = int(0.9 * everything) + SPARE + budget.LEAST_MARGIN
+    device(free)
+    compiled(x).backward()  # less is free: it is planned anew
+    assert len(compiled.fxremat.plans) == 2
+    assert compiled.plan.predicted_reserved + SPARE <= compiled.plan.budget < free
+    device(int(0.99 * free))
+    compiled(x).backward()
+    assert len(compiled.fxremat.plans) == 2
+    assert "which leaves" not in caplog.text
+
+
+def test_auto_takes_the_last_bytes_of_the_margin_where_nothing_else_fits(
+    device: Callable[[int], None], caplog: pytest.LogCaptureFixture, step: Any
+) -> None:
+    least = step.plan("min", count="reserved").budget
+    device(least + 2**20)
+    compiled, x = trained(1)
+    compiled(x).backward()
+    assert compiled.plan.predicted_reserved + SPARE == least
+    assert "which leaves 1.0 MiB of the device free" in caplog.text
+    device(least - 2**20)
+    compiled, x = trained(1)
+    with pytest.raises(fxremat.BudgetTooSmall, match="these are reserved bytes"):
+        compiled(x)
 
 
 def test_it_is_not_known_on_a_cpu() -> None:
