@@ -111,7 +111,7 @@ def test_a_plan_shows_itself() -> None:
 def test_planning_needs_training_mode_and_known_options() -> None:
     with pytest.raises(FxrematError, match=r"eval mode.*model\.train\(\)"):
         fxremat.plan(Deep().eval(), INPUTS, mem="60%")
-    with pytest.raises(FxrematError, match="unknown option 'speed'; there are mem, device_mem, plan, solver"):
+    with pytest.raises(FxrematError, match="unknown option 'speed'; there are mem, device_mem, exact, plan, solver"):
         fxremat.compile(Deep(), mem="60%", speed=1)
     with pytest.raises(FxrematError, match="compiled already"):
         fxremat.compile(fxremat.compile(Deep(), mem="60%"), mem="50%")
