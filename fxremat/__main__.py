@@ -1,6 +1,7 @@
 """The command line: `fxremat solve | simulate | plan | fits | profile | ...`, or `python -m fxremat ...`.
 
 Exit 0 with the answer on stdout, or exit 2 (130 after Ctrl-C) with one line on stderr and nothing on stdout.
+`profile --compare` ends with 1 where the peak grew by more than the tolerance.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn, TypeVar
@@ -41,6 +42,7 @@ from fxremat.solvers.registry import JOINS, NAMES
 from fxremat.units import format_bytes, parse_bytes, shortened
 
 _T = TypeVar("_T")
+_GREW = 1  # exit status where a peak grew by more than the tolerance
 _INTERRUPTED = 130  # exit status of an interrupted command, as in shells: 128 + SIGINT
 _LONGEST = 1000  # maximum number of characters of an error message
 _QUOTES = "\"'"
@@ -51,6 +53,14 @@ _FLAGS = (  # (a setting as the library's error messages spell it, the command-l
     ("Search: seconds", "--effort"),
     ("Offload: limit", "--host-mem"),
 )
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """An answer whose exit status is not 0."""
+
+    text: str
+    status: int
 
 
 def entry() -> NoReturn:
@@ -69,14 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = vars(args)
         with shown_on_stderr(), telling(args.command):
             answer = _COMMANDS[args.command](args)
-        print(answer)
     except FxrematError as error:
         print("fxremat:", _one_line(_in_flags(str(error), options)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fxremat: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    return 0
+    print(answer.text if isinstance(answer, _Judged) else answer)
+    return answer.status if isinstance(answer, _Judged) else 0
 
 
 def _is_of_the_model(error: Exception) -> bool:
@@ -170,13 +180,17 @@ def _plan(args: argparse.Namespace) -> str:
     from fxremat.options import options_of
     from fxremat.settings import Offload
 
-    options: dict[str, Any] = {"mem": args.mem, "search": _search(args)}
-    options |= {name: value for name in ("solver", "optimizer") if (value := getattr(args, name)) is not None}
+    options: dict[str, Any] = {"search": _search(args)}
+    given = ("mem", "device_mem", "solver", "optimizer")
+    options |= {name: value for name in given if (value := getattr(args, name)) is not None}
     if args.host_mem is not None and not args.offload:
         raise FxrematError("--host-mem limits what is offloaded; it goes with --offload")
     if args.offload:
         options["offload"] = Offload(limit=args.host_mem)
     devices: list[str] = [] if args.device is None else [name.strip() for name in args.device.split(",")]
+    if args.device_mem is not None and (len(devices) > 1 or args.largest is not None):
+        other = "--largest" if args.largest is not None else f"--device with {len(devices)} devices"
+        raise FxrematError(f"--device-mem is for one plan, on one device; it does not go with {other}: give --mem")
     for device in devices or (_costs_here(args),):
         options_of(**options, costs=device)  # checks the options before the factory runs, which may take a while
     if args.largest is not None:
@@ -212,8 +226,17 @@ def _search(args: argparse.Namespace) -> Any:
     return Search(**{name: value for name, value in given.items() if value is not None})
 
 
-def _profile(args: argparse.Namespace) -> str:
-    _check_folder(args.report)
+def _profile(args: argparse.Namespace) -> str | _Judged:
+    """Profile a step; print the profile, or how it compares with an earlier one."""
+    for path in (args.report, args.save):
+        _check_folder(path)
+    from fxremat.show.profile_figures import TOLERANCE, ProfileComparison, allowed
+
+    if args.tolerance is not None and args.compare is None:
+        raise FxrematError("--tolerance is for --compare, which says how much the peak grew")
+    tolerance = TOLERANCE if args.tolerance is None else args.tolerance
+    allowed(tolerance, 0)
+    before = None if args.compare is None else _read_profile(args.compare)
     factory = _read_factory(args.factory)
     from fxremat.api import profile
     from fxremat.options import options_of
@@ -223,7 +246,27 @@ def _profile(args: argparse.Namespace) -> str:
     model, example_inputs = _made(factory, args.factory)
     found = _guarded(f"profiling {args.factory}", lambda: profile(model, example_inputs, **options))
     _write(args.report, found.to_html)
-    return str(found)
+    _write(args.save, found.to_json)
+    if before is None:
+        return found.to_json() if args.json else str(found)
+    comparison: ProfileComparison = before.compare(found)
+    grew = comparison.exceeds(tolerance)
+    verdict = f"{'more' if grew else 'no more'} than the tolerance of {tolerance.strip()}"
+    text = comparison.to_json() if args.json else f"{comparison}\n\nthe peak grew by {verdict}"
+    return _Judged(text, _GREW) if grew else text
+
+
+def _read_profile(path: str) -> Any:
+    from fxremat.profiles import Profile
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FxrematError(f"cannot read {shortened(path)}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        return Profile.from_json(text)
+    except FxrematError as error:
+        raise FxrematError(f"{path} holds {error}") from None
 
 
 def _largest(
@@ -335,7 +378,7 @@ def _fits(args: argparse.Namespace) -> str:
     from fxremat.fitting import fits
     from fxremat.fitting.largest import largest_that_fits
 
-    names = ("batch", "length", "image", "dtype", "train", "optimizer", "accumulate", "devices", "shard")
+    names = ("batch", "length", "image", "dtype", "train", "optimizer", "accumulate", "devices", "shard", "device_mem")
     asked = {name: value for name in names if (value := getattr(args, name)) is not None}
     asked |= {"on": args.on, "config": dict(map(_key_and_value, args.config))}
     if args.largest is not None:
@@ -532,8 +575,17 @@ def _parser() -> _Parser:
 
     plan = commands.add_parser("plan", help="capture, measure and plan a model")
     plan.add_argument("factory", metavar="package.module:factory", help="returns (model, example_inputs)")
-    plan.add_argument(
-        "--mem", required=True, help="such as 4GiB, 300MB, 60%%; auto: what the GPU, or that of --device, has left"
+    budget = plan.add_mutually_exclusive_group(required=True)
+    budget.add_argument(
+        "--mem",
+        help="what forward and backward may allocate: 4GiB, 300MB, 60%%; auto: what the GPU, or that of --device, has "
+        "left",
+    )
+    budget.add_argument(
+        "--device-mem",
+        metavar="SIZE",
+        help="instead of --mem, what the whole process may have on the device: parameters, buffers, inputs, optimizer "
+        "state, gradients, forward and backward, and on CUDA its context and the allocator's reserve, both estimated",
     )
     plan.add_argument("--offload", action="store_true", help="let values wait on the host")
     plan.add_argument("--host-mem", metavar="SIZE", help="what may wait there at a time, such as 16GiB")
@@ -545,7 +597,9 @@ def _parser() -> _Parser:
         "--device", metavar="NAMES", help="estimate for another device: H200, or several to compare: A100,H200"
     )
     plan.add_argument(
-        "--optimizer", metavar="NAME", help="whose state --device holds: adamw (default), sgd, sgd-momentum, ..."
+        "--optimizer",
+        metavar="NAME",
+        help="whose state --device or --device-mem counts: adamw (default), sgd, sgd-momentum, ...",
     )
     plan.add_argument(
         "--largest", metavar="NAME", help="the largest number that this parameter of the factory can have"
@@ -563,6 +617,9 @@ def _parser() -> _Parser:
         "package.module:factory, or a shipped configuration such as llama-3-8b",
     )
     fits.add_argument("--on", required=True, metavar="NAME", help="the device, such as RTX-4090")
+    fits.add_argument(
+        "--device-mem", metavar="SIZE", help="what the process may have there, such as 20GiB (default: all that it has)"
+    )
     fits.add_argument(
         "--config", action="append", default=[], metavar="KEY=VALUE", help="a setting of the configuration that differs"
     )
@@ -589,6 +646,16 @@ def _parser() -> _Parser:
     profile.add_argument("--estimate", action="store_true", help="of costs: nothing is measured")
     profile.add_argument("--device", metavar="NAME", help="estimate for another device, such as H200")
     profile.add_argument("--report", metavar="OUT.html", help="the same as a page to explore")
+    profile.add_argument("--save", metavar="PROFILE.json", help="its figures, for --compare")
+    profile.add_argument("--json", action="store_true", help="print figures as JSON")
+    profile.add_argument(
+        "--compare",
+        metavar="OLD.json",
+        help="print which modules grew since this profile was saved; exit 1 if the peak grew by more than --tolerance",
+    )
+    profile.add_argument(
+        "--tolerance", metavar="SIZE", help="growth of the peak that is no failure: 1%% (default), 10MiB, 0"
+    )
 
     opt = commands.add_parser("opt", help="plan a graph that was written as text (fxremat.passes.to_text)")
     opt.add_argument("graph", metavar="GRAPH.py")
@@ -602,7 +669,7 @@ def _parser() -> _Parser:
     return parser
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], str]] = {
+_COMMANDS: dict[str, Callable[[argparse.Namespace], str | _Judged]] = {
     "solve": _solve,
     "simulate": _simulate,
     "plan": _plan,

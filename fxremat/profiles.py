@@ -3,6 +3,7 @@
     profile = fxremat.profile(model, example_inputs)
     print(profile)                  peak, what it consists of, a tree by module, three changes that would save most
     profile.to_html()               the page of a plan, with those changes
+    profile.to_json()               its figures, to be compared with those of a later version of the model
 
 A profile is the keep-all plan, and other plans of the same captured step.
 """
@@ -10,8 +11,9 @@ A profile is the keep-all plan, and other plans of the same captured step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fxremat.errors import FxrematError
@@ -26,6 +28,7 @@ from fxremat.show.modules import Share
 from fxremat.show.notebook import framed
 from fxremat.show.page import page_of
 from fxremat.show.page_data import page_data
+from fxremat.show.profile_figures import ProfileComparison, ProfileFigures
 from fxremat.show.text import ROWS, labelled, most_in, table
 from fxremat.show.tree import rows_of
 from fxremat.slices.rewrite import bytes_beside_loss
@@ -82,6 +85,31 @@ class Profile:
     def time(self) -> float:
         """Seconds of one forward and backward."""
         return self.plan.predicted_time
+
+    @cached_property
+    def figures(self) -> ProfileFigures:
+        """The peak, and the bytes at the peak by module and by purpose, without the plan."""
+        return ProfileFigures.of(self.plan)
+
+    def to_json(self) -> str:
+        """Return the profile's figures as JSON text, which `from_json` reads."""
+        return self.figures.to_json()
+
+    @staticmethod
+    def from_json(source: str | Mapping[str, Any]) -> ProfileFigures:
+        """Return the figures of the profile that `to_json` wrote; the plan is not among them.
+
+        Raises `FxrematError` if it is not a profile.
+        """
+        return ProfileFigures.from_json(source)
+
+    def compare(self, after: Profile | ProfileFigures) -> ProfileComparison:
+        """Compare with a later profile: which modules have more bytes at the peak, and which have fewer.
+
+            print(fxremat.Profile.from_json(text).compare(profile))      an earlier one, from a file
+            before.compare(after).exceeds("1%")                          tells whether the peak grew by more
+        """
+        return self.figures.compare(after)
 
     def to_html(self) -> str:
         """Return an HTML page that shows the step's memory, tensor by tensor."""

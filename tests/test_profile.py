@@ -306,6 +306,9 @@ import torch
 def factory():
     return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Flatten(0)), torch.ones(16, 8)
 
+def wider():
+    return torch.nn.Sequential(torch.nn.Linear(8, 99), torch.nn.Tanh(), torch.nn.Flatten(0)), torch.ones(16, 8)
+
 def fails():
     raise RuntimeError("no data")
 """
@@ -352,6 +355,11 @@ def test_the_command_line(package: str, tmp_path: Path, capsys: pytest.CaptureFi
         (["PACKAGE:factory", "--effort", "much"], "invalid float"),
         (["PACKAGE:factory", "--device", "abacus"], "'abacus'"),
         (["PACKAGE:factory", "--report", "/no/such/out.html"], "no folder /no/such"),
+        (["PACKAGE:factory", "--save", "/no/such/out.json"], "no folder /no/such"),
+        (["PACKAGE:factory", "--compare", "/no/such/old.json"], "cannot read '/no/such/old.json': No such file"),
+        (["PACKAGE:factory", "--compare", __file__], "holds no profile: it is not JSON"),
+        (["PACKAGE:factory", "--tolerance", "1%"], "--tolerance is for --compare"),
+        (["PACKAGE:factory", "--compare", "x", "--tolerance", "1.5"], "--tolerance is '1.5'; it is a share"),
     ],
 )
 def test_wrong_arguments_are_one_line(
@@ -362,6 +370,49 @@ def test_wrong_arguments_are_one_line(
     assert (status, printed.out) == (2, "")
     assert printed.err.count("\n") == 1
     assert says in printed.err
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_figures_add_up_to_the_peak(name: str) -> None:
+    *_, profile = profiled(name)
+    figures = Profile.from_json(profile.to_json())
+    assert figures == profile.figures
+    assert figures.peak == profile.peak == sum(figures.modules.values()) == sum(figures.kinds.values())
+    known = {node.path for node in profile.plan.modules.walk()}
+    assert set(figures.modules) <= known
+
+
+def test_the_module_that_grew_is_named() -> None:
+    torch.manual_seed(0)
+    before = profiled("words")[2]
+    after = fxremat.profile(Words(vocabulary=12000), torch.arange(256).view(4, 64), **OPTIONS)
+    comparison = before.compare(after)
+    assert comparison.bytes == after.peak - before.peak
+    assert comparison.growth.grown[0].name == "Words, its own ops"  # the scores of the loss
+    assert comparison.exceeds("1%")
+    assert not after.compare(before).exceeds(0)
+    text = str(comparison)
+    assert f"{format_bytes(before.peak)} -> {format_bytes(after.peak)} (+" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_command_line_compares(package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick, file = ["--estimate", "--effort", "0"], tmp_path / "old.json"
+    compare = [*quick, "--compare", str(file)]
+    assert main(["profile", f"{package}:factory", *quick, "--save", str(file), "--json"]) == 0
+    assert capsys.readouterr().out == file.read_text() + "\n"
+    assert main(["profile", f"{package}:factory", *compare, "--tolerance", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "(no change)" in out
+    assert out.endswith("the peak grew by no more than the tolerance of 0\n")
+    assert main(["profile", f"{package}:wider", *compare]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert re.search(r"^  1 +\+\d", printed.out, re.MULTILINE), "what tanh saves grew"
+    assert printed.out.endswith("the peak grew by more than the tolerance of 1%\n")
+    assert main(["profile", f"{package}:wider", *compare, "--tolerance", "1GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["after"] - found["before"] == found["bytes"] == sum(row["bytes"] for row in found["modules"]) > 0
 
 
 def test_help_tells_of_it(capsys: pytest.CaptureFixture[str]) -> None:

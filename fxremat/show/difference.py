@@ -106,15 +106,15 @@ class Difference:
         return cls(
             before=Figures.of(before, trees[0].total),
             after=Figures.of(after, trees[1].total),
-            tree=_subtracted(*trees),
-            only_before=_outermost(trees[0], second),
-            only_after=_outermost(trees[1], first),
+            tree=subtracted(*trees),
+            only_before=outermost(trees[0], second),
+            only_after=outermost(trees[1], first),
         )
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
         """The changes of modules whose figures differ, largest first; together they add up to `tree.total`."""
-        found = [change for change in _leaves(all_rows(self.tree, self.after.model)) if any(_shown(change.share))]
+        found = [change for change in leaves(all_rows(self.tree, self.after.model)) if any(_shown(change.share))]
         columns = [*zip(*(_shown(change.share) for change in found), strict=True)]
         most = [max(map(abs, column)) or 1 for column in columns]
 
@@ -159,9 +159,9 @@ class Difference:
         for label, name, other in (("model", a.model, b.model), ("device", a.device, b.device)):
             if name != other:
                 yield f"  {label:16}{printable(name)} -> {printable(other)}"
-        yield _line("budget", (a.budget, b.budget), format_bytes, _bytes)
-        yield _line("predicted peak", (a.peak, b.peak), format_bytes, _bytes)
-        yield from _parts((KINDS[kind], _bytes(b.at_peak[kind] - a.at_peak[kind])) for kind in MemoryKind)
+        yield _line("budget", (a.budget, b.budget), format_bytes, signed_bytes)
+        yield _line("predicted peak", (a.peak, b.peak), format_bytes, signed_bytes)
+        yield from _parts((KINDS[kind], signed_bytes(b.at_peak[kind] - a.at_peak[kind])) for kind in MemoryKind)
         yield _line("predicted time", (a.time, b.time), format_seconds, _seconds)
         yield from _parts(
             (
@@ -171,7 +171,7 @@ class Difference:
                 ("waiting", _seconds(self._unless_rounding(b.waiting - a.waiting))),
             )
         )
-        yield _line("least budget", (a.minimum, b.minimum), format_bytes, _bytes)
+        yield _line("least budget", (a.minimum, b.minimum), format_bytes, signed_bytes)
         for where, names in (("first", self.only_before), ("second", self.only_after)):
             if names:
                 more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
@@ -204,11 +204,12 @@ def _cells(change: Change) -> tuple[str, ...]:
     name = printable(change.name)
     name = name if len(name) <= _NAME else f"..{name[2 - _NAME :]}"
     share = change.share
-    sizes = (_bytes(share.saved), _bytes(share.recomputed), _bytes(share.offloaded))
+    sizes = (signed_bytes(share.saved), signed_bytes(share.recomputed), signed_bytes(share.offloaded))
     return name, f"{change.count} x" if change.count > 1 else "", *sizes, _seconds(share.extra)
 
 
-def _bytes(change: int) -> str:
+def signed_bytes(change: int) -> str:
+    """Format a change in bytes: "+1.2 MiB", "-300 B", or "-" where nothing changes."""
     return f"{'+' if change > 0 else ''}{format_bytes(change)}" if change else _SAME
 
 
@@ -222,14 +223,14 @@ def _shown(share: Share) -> tuple[float, ...]:
 
 
 
-def _subtracted(before: ModuleNode, after: ModuleNode) -> ModuleNode:
+def subtracted(before: ModuleNode, after: ModuleNode) -> ModuleNode:
     """Return a tree of the modules of both trees, with the figures of `after` minus those of `before`."""
     parts = {part.path: part for part in before.parts}
     others = {part.path: part for part in after.parts}
     paths = dict.fromkeys((*others, *parts))
     pairs = ((parts.get(path, _empty(path)), others.get(path, _empty(path))) for path in paths)
     return ModuleNode(
-        path=after.path, own=_less(after.own, before.own), parts=tuple(_subtracted(*pair) for pair in pairs)
+        path=after.path, own=_less(after.own, before.own), parts=tuple(subtracted(*pair) for pair in pairs)
     )
 
 
@@ -245,14 +246,14 @@ def _less(after: Share, before: Share) -> Share:
     return Share(*exact)  # type: ignore[arg-type]
 
 
-def _outermost(tree: ModuleNode, others: set[str]) -> tuple[str, ...]:
+def outermost(tree: ModuleNode, others: set[str]) -> tuple[str, ...]:
     """Return the outermost modules of a tree whose paths are not among `others`."""
     if tree.path not in others:
         return (tree.path,)
-    return tuple(path for part in tree.parts for path in _outermost(part, others))
+    return tuple(path for part in tree.parts for path in outermost(part, others))
 
 
-def _leaves(rows: Sequence[Row]) -> Iterator[Change]:
+def leaves(rows: Sequence[Row]) -> Iterator[Change]:
     """Yield a change for each row without rows of submodules below it, with its full path as its name."""
     outer: list[str] = []
     for place, row in enumerate(rows):

@@ -86,7 +86,7 @@ def added(shares: Iterable[Share]) -> Share:
 
 def module_tree(candidate: Candidate, costs: Costs) -> ModuleNode:
     """Return the tree of a model's modules with their figures in a candidate plan. O(executed ops)."""
-    return _tree(_shares(candidate, costs))
+    return tree_of(_shares(candidate, costs))
 
 
 def modules_of(plan: PlannedStep) -> ModuleNode:
@@ -105,7 +105,7 @@ def modules_of(plan: PlannedStep) -> ModuleNode:
             )
             for module in dict.fromkeys((*shares, *units))
         }
-    return _tree(shares)
+    return tree_of(shares)
 
 
 def _shares(candidate: Candidate, costs: Costs) -> dict[str, Share]:
@@ -138,7 +138,8 @@ def _shares(candidate: Candidate, costs: Costs) -> dict[str, Share]:
     return {module: Share(**amounts) for module, amounts in columns.items()}  # type: ignore[arg-type]
 
 
-def _tree(shares: Mapping[str, Share]) -> ModuleNode:
+def tree_of(shares: Mapping[str, Share]) -> ModuleNode:
+    """Return the tree of modules that these figures of each module's own ops belong to, by path; "" is the model."""
     inside: dict[str, list[str]] = {"": []}
     for module in shares:
         parts = module.split(".") if module else []
