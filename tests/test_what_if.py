@@ -527,9 +527,37 @@ def test_the_command_line_finds_the_largest_batch(capsys: pytest.CaptureFixture[
     )
 
 
+def test_the_command_line_plans_for_all_that_a_process_has(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, device in (("sgd", []), ("adamw", ["--device", "H200"])):
+        assert main(["plan", NAME, *QUICK, "--device-mem", "2GiB", "--optimizer", name, *device]) == 0
+        shown = capsys.readouterr().out
+        expected = fxremat.plan(
+            *llama(),
+            device_mem="2GiB",
+            optimizer=name,
+            costs=device[-1] if device else "estimate",
+            search=Search(seconds=0, slots=50),
+        )
+        assert expected.on_device is not None
+        assert expected.on_device.optimizer == name
+        assert shown == f"{expected}\n"
+        assert "\ndevice_mem\n  memory          2.0 GiB\n  held " in shown
+    assert main(["plan", NAME, *QUICK, "--device-mem", "100KiB"]) == 2
+    assert "--device-mem has 100.0 KiB: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "context and the allocator's reserve" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--mem", "1GiB", "--device-mem", "1GiB"], "argument --device-mem: not allowed with argument --mem"),
+        ([], "one of the arguments --mem --device-mem is required"),
+        (["--device-mem", "60%"], "'60%' is not a number of bytes"),
+        (["--device-mem", "1GiB", "--optimizer", "lion"], "--optimizer is 'lion'; it is one of"),
+        (["--device-mem", "1GiB", "--device", "A100,H200"], "does not go with --device with 2 devices: give --mem"),
+        (["--device-mem", "1GiB", "--largest", "batch"], "does not go with --largest: give --mem"),
         (["--largest", "length", "--mem", "1GiB"], "has no parameter 'length'"),
         (["--largest", "batch", "--mem", "50%"], "--largest needs --mem in bytes"),
         (["--largest", "batch", "--mem", "1GiB", "--up-to", "0"], "--up-to is 0"),

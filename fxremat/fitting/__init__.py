@@ -35,6 +35,7 @@ from fxremat.fitting.ways import (
     with_weights_on_host,
 )
 from fxremat.search.survey import least_of
+from fxremat.units import format_bytes, parse_bytes
 
 QUICK = 1000  # captured ops: of a larger step no second batch is tried
 
@@ -43,6 +44,7 @@ def fits(
     model: str | nn.Module,
     *,
     on: str | Device,
+    device_mem: int | str | None = None,
     inputs: Any = None,
     config: Mapping[str, Any] | None = None,
     batch: int = 1,
@@ -66,6 +68,7 @@ def fits(
             knows, "package.module:factory", the name of a configuration that comes with fxremat, or a model that goes
             with `inputs`.
         on: a device by name, such as "RTX-4090": `fxremat devices` lists them.
+        device_mem: what the process may have on the device, such as "20GiB"; None: all that it has.
         inputs: those of a training call, where `model` is a module; they may be on the meta device.
         config: settings of the configuration that differ, such as {"num_hidden_layers": 16}.
         batch, length, image, dtype, train, optimizer, accumulate, devices, shard: what is trained and how; see
@@ -87,7 +90,7 @@ def fits(
         devices=devices,
         shard=shard,
     )
-    device = device_with_memory(on)
+    device = device_with_memory(on, device_mem)
     loaded, step, planned, resident = _captured(model, inputs, training, config or {}, device)
     room = Room(device=device, step=planned, resident=resident, frontier=frontier_of(planned))
     way: Way | str | None = on_the_device(room) or with_activations_on_host(room)
@@ -101,6 +104,7 @@ def fits(
         room=room,
         way=found,
         reason=way if isinstance(way, str) else "",
+        limited=device_mem is not None,
     )
     if found is None or found.how or isinstance(model, nn.Module) or step.captured_ops > QUICK:
         return answer
@@ -116,11 +120,25 @@ def _captured(
     return loaded, step, planned_step(step, training), resident_of(loaded, step, training, device)
 
 
-def device_with_memory(on: str | Device) -> Device:
-    """Return a device whose memory is known. Raises `FxrematError` for another one."""
+def device_with_memory(on: str | Device, device_mem: int | str | None = None) -> Device:
+    """Return a device whose memory is known, with `device_mem` of it where that is given.
+
+    Raises `FxrematError` if the memory is not known, or `device_mem` is more than the device has.
+    """
     device = Device.named(on)
+    if device_mem is not None:
+        size = parse_bytes(device_mem)
+        if device.memory is not None and size > device.memory:
+            raise FxrematError(
+                f"device_mem is {format_bytes(size)}, and {device} has {format_bytes(device.memory)}: "
+                "give that, or less"
+            )
+        return replace(device, memory=size)
     if device.memory is None:
-        raise FxrematError(f"the memory of {device} is not stated; `fxremat devices` lists those whose memory is known")
+        raise FxrematError(
+            f'the memory of {device} is not stated: give device_mem="20GiB", or a device whose memory is known; '
+            "`fxremat devices` lists them"
+        )
     return device
 
 

@@ -30,6 +30,7 @@ class Answer:
     way: Way | None  # the fastest way that fits; None: nothing fits
     larger: int | None = None  # a larger batch that would fit too, if one was tried and does
     reason: str = ""  # why weights cannot help either, where nothing fits
+    limited: bool = False  # True: the device's memory is what the user gave as `device_mem`
 
     @property
     def fits(self) -> bool:
@@ -49,7 +50,8 @@ class Answer:
     def line(self) -> str:
         """The answer in one line."""
         memory = _gib(self.device.memory or 0)
-        least = f"no: {_gib(self.room.least)} GiB at least, and {self.device} has {memory}"
+        has = f"device_mem is {memory} on {self.device}" if self.limited else f"{self.device} has {memory}"
+        least = f"no: {_gib(self.room.least)} GiB at least, and {has}"
         if self.way is None:
             return f"{least}; {self.reason}" if self.reason else least
         total, slow = _gib(self.way.ledger.total), f"{self.way.slowdown:.2f}x"
@@ -119,7 +121,7 @@ class Answer:
             "fits": self.fits,
             "model": self.loaded.name,
             "device": self.device.name,
-            "device_memory": self.device.memory,
+            "device_memory": self.device.memory,  # of it what `device_mem` gives, where that is given
             "training": asdict(self.training) | dict(self.loaded.sizes),
             "moment": ledger.moment,
             "parts": dict(ledger.rows),

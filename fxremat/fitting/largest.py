@@ -51,6 +51,7 @@ def largest_that_fits(
     of: str,
     *,
     on: str | Device,
+    device_mem: int | str | None = None,
     config: Mapping[str, Any] | None = None,
     up_to: int = 65536,
     **settings: Any,
@@ -61,6 +62,7 @@ def largest_that_fits(
 
     Args:
         of: "batch" or "length".
+        on, device_mem: those of `fxremat.fits`.
         settings: those of `fxremat.fits`.
 
     Raises:
@@ -68,7 +70,7 @@ def largest_that_fits(
     """
     if of not in SIZES:
         raise FxrematError(f"largest is {shortened(of)}; it is one of {', '.join(SIZES)}")
-    device, training, unit = device_with_memory(on), Training(**settings), LEAST[of]
+    device, training, unit = device_with_memory(on, device_mem), Training(**settings), LEAST[of]
     memory = device.memory or 0
     if up_to < unit:
         raise FxrematError(f"up_to is {up_to}; it is {unit} or more")
@@ -84,8 +86,8 @@ def largest_that_fits(
         found = largest(total, memory, max(1, up_to // unit), start=max(1, guess))
     except BudgetTooSmall as error:
         raise FxrematError(
-            f"{model} does not train on {device} at {of} {unit}: {format_bytes(error.minimum)} at least, and it has "
-            f"{format_bytes(memory)}"
+            f"{model} does not train on {device} at {of} {unit}: {format_bytes(error.minimum)} at least, and "
+            f"{'it has' if device_mem is None else 'device_mem is'} {format_bytes(memory)}"
         ) from None
     return LargestThatFits(
         model=model,

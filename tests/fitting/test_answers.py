@@ -169,10 +169,26 @@ def test_the_command_answers_in_text_json_and_html(tmp_path: Path, capsys: pytes
     assert sum(shown["parts"].values()) == shown["total"]
     assert shown["larger_batch"] == 2
     assert shown["answer"] in page.read_text()
+    assert main(["fits", name, "--on", "RTX-4090", "--device-mem", "30GiB"]) == 2
+    assert "--device-mem is 30.0 GiB, and RTX-4090 has 24.0 GiB" in capsys.readouterr().err
     assert main(["fits", name, "--on", "RTX-4090", "--config", "layers=3"]) == 2
     assert "config changes a configuration" in capsys.readouterr().err
     assert main(["fits", name, "--on", "RTX-4090", "--config", "layers"]) == 2
     assert "--config 'layers' is not key=value" in capsys.readouterr().err
+
+
+def test_a_process_may_have_less_than_the_device() -> None:
+    whole = ask(2048)
+    assert ask(4096, device_mem="2048MiB").to_json() == whole.to_json()
+    less = ask(2048, device_mem=f"{CONTEXT // MIB + 40}MiB")
+    assert less.way is not None
+    assert less.ledger.total <= CONTEXT + 40 * MIB < whole.ledger.total
+    assert less.line.startswith(f"yes: {less.ledger.total / 2**30:.1f} of {(CONTEXT + 40 * MIB) / 2**30:.1f} GiB")
+    never = ask(2048, device_mem="100MiB")
+    assert f"GiB at least, and device_mem is 0.1 on {never.device}" in never.line
+    with pytest.raises(FxrematError, match=r"device_mem is 3.0 GiB, and .* has 2.0 GiB: give that, or less"):
+        ask(2048, device_mem="3GiB")
+    assert fxremat.fits(Net(), inputs=torch.ones(2, WIDTH), on="cuda", device_mem="2GiB", dtype="fp32").fits
 
 
 @pytest.mark.long
