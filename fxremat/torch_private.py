@@ -909,6 +909,140 @@ class AllocationRecord:
         return [size for event in events if (size := getattr(event, self._name)())]
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedEvent:
+    """An event of a `MemoryRecording`: an op or a named range with the events inside of it, or a (de)allocation."""
+
+    name: str  # of the op or range; "" for an allocation
+    sequence: int  # by which autograd pairs an op with its node in the backward; -1: none
+    start: int  # nanoseconds
+    inside: tuple[RecordedEvent, ...] = ()
+    device: torch.device | None = None  # of an allocation; None for an op
+    size: int = 0  # bytes that are allocated, or negative, freed
+    address: int = 0
+    total: int = 0  # bytes that the allocator of an accelerator has given out after this
+
+
+class MemoryRecording:
+    """Records ops, and allocations with their addresses, of this thread and of the backwards that it runs.
+
+    `torch.autograd._prepare_profiler`, `_enable_profiler` and `_disable_profiler` are what torch.profiler calls (torch
+    2.11, 2.13), whose own classes make objects of Python of all events, too. The first recording of a process takes a
+    second, as Kineto is set up. It reports each start and stop on stderr, unless KINETO_LOG_LEVEL says otherwise.
+    """
+
+    def __init__(self) -> None:
+        from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, _ExperimentalConfig
+
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        # (memory is the only thing to record besides ops)
+        settings: Any = (False, True, False, False, False, _ExperimentalConfig())
+        config, activities = ProfilerConfig(ProfilerState.KINETO, *settings), {ProfilerActivity.CPU}
+        self._autograd: Any = torch.autograd
+        self._autograd._prepare_profiler(config, activities)
+        self._autograd._enable_profiler(config, activities)
+
+    def stop(self) -> tuple[RecordedEvent, ...]:
+        """Stop recording; return the events that are inside of no other one, in the order of time."""
+        roots = self._autograd._disable_profiler().experimental_event_tree()
+        return tuple(sorted(map(_recorded_event, roots), key=lambda event: event.start))
+
+
+def _recorded_event(event: Any) -> RecordedEvent:
+    """Return an event of the profiler as plain data.
+
+    Of `_ProfilerEvent`, `extra_fields` of allocations have ptr, alloc_size, total_allocated and device, those of ops
+    sequence_number (torch 2.11, 2.13).
+    """
+    kind, more = event.tag.name, event.extra_fields
+    if kind == "Allocation":
+        return RecordedEvent(
+            name="",
+            sequence=-1,
+            start=event.start_time_ns,
+            device=more.device,
+            size=more.alloc_size,
+            address=more.ptr,
+            total=more.total_allocated or 0,
+        )
+    return RecordedEvent(
+        name=event.name,
+        sequence=more.sequence_number if kind == "TorchOp" else -1,
+        start=event.start_time_ns,
+        inside=tuple(map(_recorded_event, event.children)),
+    )
+
+
+def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that profilers record as a range of this name.
+
+    `torch._C._profiler._RecordFunctionFast` (torch 2.11, 2.13) is no op, unlike `torch.profiler.record_function`, so
+    that no trace of ops has it.
+    """
+    from torch._C._profiler import _RecordFunctionFast
+
+    made: contextlib.AbstractContextManager[Any] = _RecordFunctionFast(name)
+    return made
+
+
+def watch_modules(enter: Callable[[Any], str], leave: Callable[[Any, Any], None]) -> Callable[[], None]:
+    """Call `enter` and `leave` around each call of a module on this thread; return what stops that.
+
+    `enter` gets the module, and returns a name that profilers record the call under; `leave` gets the module and what
+    it returned, None after an exception. To be stopped while dynamo traces, which calls of modules are part of.
+
+    In the place of `nn.Module.__call__` they see all calls, those of compiled modules too, which call no global hooks
+    or warn of them. `torch._dynamo.decorators.skip` (torch 2.11, 2.13): where a graph is broken, dynamo would trace the
+    function around `plain`, and skipping it must not skip the module's own code.
+    """
+    from torch._C._profiler import _RecordFunctionFast
+    from torch._dynamo.decorators import skip
+
+    kind: Any = torch.nn.Module
+    plain, thread = kind.__call__, threading.get_ident()
+    before, after = (outside_graphs(call, "fxremat measures the memory of steps") for call in (enter, leave))
+
+    def watched(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return plain(module, *args, **kwargs)
+        name, result = before(module), None
+        try:
+            with _RecordFunctionFast(name):
+                result = plain(module, *args, **kwargs)
+            return result
+        finally:
+            after(module, result)
+
+    def stop() -> None:
+        if kind.__call__ is made:
+            kind.__call__ = plain
+
+    kind.__call__ = made = skip(watched)
+    return stop
+
+
+def watch_compilation(before: Callable[[Any], None], after: Callable[[Any], None]) -> Callable[[], None]:
+    """Call `before` and `after` around each compilation by dynamo, that of backwards included; return what stops that.
+
+    Registering functions that are registered already changes nothing. `torch._dynamo.reset()` forgets all of them.
+
+    `torch._dynamo.callback.callback_handler` (torch 2.11, 2.13); what is called gets a `CallbackArgs`.
+    """
+    from torch._dynamo.callback import callback_handler as handler
+
+    if before not in handler.start_callbacks:
+        handler.register_start_callback(before)
+    if after not in handler.end_callbacks:
+        handler.register_end_callback(after)
+
+    def stop() -> None:
+        for callbacks, mine in ((handler.start_callbacks, before), (handler.end_callbacks, after)):
+            if mine in callbacks:
+                callbacks.remove(mine)
+
+    return stop
+
+
 def is_profiled() -> bool:
     """Tell whether a profiler records this thread: `torch.autograd._profiler_enabled` (torch 2.11, 2.13)."""
     autograd: Any = torch.autograd
@@ -919,6 +1053,7 @@ def is_profiled() -> bool:
 _Watch = tuple[int, Callable[[], None], Callable[[], None]]
 _watches: list[_Watch] = []
 _in_backward: set[int] = set()  # ids of threads that are in a backward
+_kept: dict[int, bool] = {}  # thread id -> whether its latest watched backward kept its graph
 _unwatched: list[Callable[..., Any]] = []  # the original `_engine_run_backward` while it is replaced
 
 
@@ -951,6 +1086,8 @@ def _watched_backward(*args: Any, **kwargs: Any) -> Any:
     mine = [watch for watch in _watches if watch[0] == me] if is_outermost else []
     for _, before, _ in mine:
         before()
+    if mine:  # the arguments are tensors, their gradients, retain_graph and create_graph
+        _kept[me] = any(args[2:4])
     _in_backward.add(me)
     try:
         return _unwatched[0](*args, **kwargs)
@@ -959,6 +1096,11 @@ def _watched_backward(*args: Any, **kwargs: Any) -> Any:
             _in_backward.remove(me)
         for _, _, after in reversed(mine):
             after()
+
+
+def kept_graph() -> bool:
+    """Tell whether the latest backward of this thread that was watched kept its graph, which may then run again."""
+    return _kept.get(threading.get_ident(), False)
 
 
 def after_backward(call: Callable[[], None]) -> None:

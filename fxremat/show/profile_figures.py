@@ -48,16 +48,10 @@ class ProfileFigures:
     @classmethod
     def of(cls, plan: PlannedStep) -> ProfileFigures:
         """Return the figures of a plan at its peak. O(steps)."""
-        moments = Moments.of(plan.running.chosen, plan.running.costs)
-        highest = max(range(len(moments.bytes)), key=moments.bytes.__getitem__, default=0)
         modules, kinds = {"": 0}, {kind.value: 0 for kind in MemoryKind}
-        for life in moments.lives_at(highest):
-            module = source_of(plan.running.graph, life).module
-            modules[module] = modules.get(module, 0) + life.bytes
-            kinds[life.kind.value] += life.bytes
-        missing = plan.predicted_peak - sum(kinds.values())  # where the peak is between two moments
-        modules[""] += missing
-        kinds[MemoryKind.OUTSIDE.value] += missing
+        for (module, kind), size in bytes_at_peak(plan).items():
+            modules[module] = modules.get(module, 0) + size
+            kinds[kind.value] += size
         return cls(
             model=plan.graph.model,
             device=f"{plan.device} ({plan.timed} times)",
@@ -108,6 +102,20 @@ class ProfileFigures:
         if not isinstance(figures, ProfileFigures):
             raise FxrematError(f"{shortened(after)} is no profile; fxremat.profile and Profile.from_json return them")
         return ProfileComparison(before=self, after=figures)
+
+
+def bytes_at_peak(plan: PlannedStep) -> dict[tuple[str, MemoryKind], int]:
+    """Return the bytes of a plan's peak by module and purpose; they add up to the predicted peak. O(steps)."""
+    moments = Moments.of(plan.running.chosen, plan.running.costs)
+    highest = max(range(len(moments.bytes)), key=moments.bytes.__getitem__, default=0)
+    found: dict[tuple[str, MemoryKind], int] = {}
+    for life in moments.lives_at(highest):
+        place = source_of(plan.running.graph, life).module, life.kind
+        found[place] = found.get(place, 0) + life.bytes
+    # where the peak is between two moments, the loss outside the model has it
+    outside = "", MemoryKind.OUTSIDE
+    found[outside] = found.get(outside, 0) + plan.predicted_peak - sum(found.values())
+    return found
 
 
 def _no_profile(why: str) -> FxrematError:
