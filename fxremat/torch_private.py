@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import fx
@@ -909,8 +909,7 @@ class AllocationRecord:
         return [size for event in events if (size := getattr(event, self._name)())]
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedEvent:
+class RecordedEvent(NamedTuple):
     """An event of a `MemoryRecording`: an op or a named range with the events inside of it, or a (de)allocation."""
 
     name: str  # of the op or range; "" for an allocation

@@ -319,3 +319,21 @@ def test_the_entry_point_is_the_module() -> None:
     code = "import pytest_fxremat, sys; print([m for m in ('torch', 'numpy', 'fxremat') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_guide_shows_what_pytest_prints(pytester: pytest.Pytester) -> None:
+    page = (ROOT / "docs" / "guides" / "test-memory.md").read_text()
+    shown = re.findall(r"<!-- pytest -->\n```text\n(.*?)```", page, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    training = "".join(block for block in blocks if "fxremat.profile" not in block)
+    pytester.makepyfile(test_training=training)
+    arguments = ["-p", "pytest_fxremat", "-p", "no:cacheprovider"]
+    first = pytester.runpytest(*arguments, "--update-step-memory")
+    first.assert_outcomes(passed=2, failed=1)
+    pytester.makepyfile(test_training=training.replace("train(Net())", "train(Net(width=1024))"))
+    second = pytester.runpytest(*arguments, "test_training.py::test_training")
+    second.assert_outcomes(failed=1)
+    for text, result in zip(shown, (first, second), strict=True):
+        # without numbers: the workspaces of kernels are of this CPU
+        words = [re.sub(r"\d[\d.]*", "#", part).split() for part in (text, said(result))]
+        assert " ".join(words[0]) in " ".join(words[1])

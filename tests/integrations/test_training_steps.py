@@ -349,6 +349,15 @@ def test_a_step_may_be_said() -> None:
     assert steps.highest.modules.keys() == {OUTSIDE}
 
 
+def test_a_step_that_is_said_goes_on_after_a_backward() -> None:
+    weight = torch.ones(64, 64, requires_grad=True)
+    with TrainingSteps() as steps, steps.step():
+        F.linear(rows(2), weight).sum().backward()
+        large = torch.ones(1_000_000)
+    assert steps.highest is not None
+    assert steps.highest.peak >= large.nbytes
+
+
 # --- the accounting, by hand: changes of an accelerator's memory as its allocator reports them ------------------
 
 CUDA = torch.device("cuda", 0)
