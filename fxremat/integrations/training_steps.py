@@ -53,6 +53,7 @@ from fxremat.units import format_bytes
 
 ROWS = 12  # maximum number of rows of modules that are shown
 OUTSIDE = "outside of modules"  # ops that no module's forward runs, such as those of a loss function
+UNLIKE = "unlike the plan"  # measured less planned bytes, such as of outputs that the program does not keep
 ELSEWHERE = "not seen"  # allocated by other threads; negative: freed, and allocated before the step
 _MODULE, _COMPILING = "fxremat, in module ", "fxremat, while torch compiles"
 _NODE, _OPTIMIZER = "autograd::engine::evaluate_function: ", "Optimizer.step#"
@@ -296,7 +297,8 @@ def _divide_as_planned(sides: tuple[dict[str, int], dict[str, int]], name: str, 
     for (path, kind), size in bytes_at_peak(plan).items():
         side, at = sides[kind in _OF_BACKWARD], f"{name}.{path}" if path else name
         side[at] = side.get(at, 0) + size
-    sides[0][name] = sides[0].get(name, 0) + measured - plan.predicted_peak
+    if unlike := measured - plan.predicted_peak:
+        sides[0][UNLIKE] = sides[0].get(UNLIKE, 0) + unlike
 
 
 class TrainingSteps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 import fxremat
 from benchmarks import meter, models
-from fxremat.integrations.training_steps import ELSEWHERE, OUTSIDE, StepPeak, TrainingSteps, _Step
+from fxremat.integrations.training_steps import (
+    ELSEWHERE,
+    OUTSIDE,
+    UNLIKE,
+    StepPeak,
+    TrainingSteps,
+    _divide_as_planned,
+    _Step,
+)
 from fxremat.torch_private import RecordedEvent, watch_compilation
 from tests.toys import QUICK
 
@@ -97,7 +106,20 @@ def test_peaks_of_compiled_models_are_those_of_the_meter_from_the_first_step_on(
     assert found.count == 3
     assert found.highest is not None
     assert 0 <= found.highest.peak - expected <= 64  # `sum` of a loss takes some bytes
-    assert {name.partition(".")[0] for name in found.highest.modules} <= {"Net", OUTSIDE}
+    assert {name.partition(".")[0] for name in found.highest.modules} <= {"Net", OUTSIDE, UNLIKE}
+
+
+@pytest.mark.parametrize("unlike", [0, -10, 10])
+def test_what_is_unlike_the_plan_is_told_of(unlike: int) -> None:
+    plan = fxremat.plan(Net(), rows(), mem="100%", costs="estimate", **QUICK)
+    module = types.SimpleNamespace(fxremat=types.SimpleNamespace(plan=plan))
+    sides: tuple[dict[str, int], dict[str, int]] = {"Net": plan.predicted_peak + unlike, OUTSIDE: 1}, {}
+    _divide_as_planned(sides, "Net", module)
+    assert sum(map(sum, (side.values() for side in sides))) == plan.predicted_peak + unlike + 1
+    assert sides[0].get(UNLIKE, 0) == unlike
+    other = {"Net": 2 * plan.predicted_peak}, {"Net": 1}
+    _divide_as_planned(other, "Net", module)
+    assert other == ({"Net": 2 * plan.predicted_peak}, {"Net": 1})  # this is the plan of another step
 
 
 def test_modules_of_fxremat_have_what_the_plan_says() -> None:
