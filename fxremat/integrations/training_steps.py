@@ -132,26 +132,24 @@ class _Reader:
         events: Iterable[RecordedEvent],
         owner: str = OUTSIDE,
         op: str = "",
-        node: int | None = None,
+        backward: bool = False,
         ignored: bool = False,
     ) -> Iterator[_Change]:
-        """Yield the changes inside of events of which `owner` runs the op `op`; `node` is the backward's, if any."""
+        """Yield the changes inside of events of which `owner` runs the op `op`, in the backward or before."""
         for event in events:
             if event.device is not None:
-                yield _Change(
-                    *(event.device, event.address, event.size, event.total, owner, node is not None, ignored, op)
-                )
+                yield _Change(event.device, event.address, event.size, event.total, owner, backward, ignored, op)
             elif event.name.startswith(_MODULE):
-                yield from self.changes(event.inside, event.name.removeprefix(_MODULE), op, node, ignored)
+                yield from self.changes(event.inside, event.name.removeprefix(_MODULE), op, backward, ignored)
             elif event.name.startswith(_NODE):
                 self.latest = self.owners.get(event.sequence, self.latest)
                 name = event.name.removeprefix(_NODE)
-                yield from self.changes(event.inside, self.latest, name, event.sequence, ignored)
+                yield from self.changes(event.inside, self.latest, name, True, ignored)
             else:
-                if event.sequence >= 0 and event.sequence != node:
+                if event.sequence >= 0:
                     self.owners[event.sequence] = owner
                 aside = ignored or event.name == _COMPILING or event.name.startswith(_OPTIMIZER)
-                yield from self.changes(event.inside, owner, op if node is not None else event.name, node, aside)
+                yield from self.changes(event.inside, owner, op if backward else event.name, backward, aside)
 
 
 class _Alive(NamedTuple):
