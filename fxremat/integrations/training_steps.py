@@ -377,7 +377,7 @@ class TrainingSteps:
         if self._step is not None and not self._step.ended:
             if _is_planned(module):
                 self._step.planned[name] = module
-            if self._is_outermost:
+            if self._is_outermost and torch.is_grad_enabled():
                 self._step.graphs += _graphs_of(module, result)
 
     @property

@@ -373,6 +373,31 @@ def test_steps_that_a_profiler_records_are_left_out() -> None:
     assert (steps.count, steps.profiled) == (0, True)
 
 
+def test_evaluation_is_no_step_and_may_be_profiled() -> None:
+    class Wrapped(Net):
+        def forward(self, x: Tensor) -> Any:
+            return Slots(super().forward(x))
+
+    model = Net()
+
+    def evaluates_and_trains() -> None:
+        model(rows(8))
+        with torch.no_grad():
+            Wrapped()(rows())
+        kept = torch.ones(10_000_000)
+        step_of(model, rows())()
+        assert kept is not None
+
+    def profiles() -> None:
+        with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            model(rows())
+
+    steps = measured(profiles, evaluates_and_trains)
+    assert (steps.count, steps.profiled) == (1, False)
+    assert steps.highest is not None
+    assert steps.highest.peak < 4 * 10_000_000
+
+
 def test_a_step_may_be_said() -> None:
     weight = torch.ones(64, 64, requires_grad=True)
     with TrainingSteps() as steps:
