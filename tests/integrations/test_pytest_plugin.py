@@ -139,6 +139,8 @@ class TestMany:
         ("(0.5)", ONE, "limit_step_memory: 0.5 is not a number of bytes"),
         ('("2GiB")', "with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]): " + ONE,
          "a profiler records steps of this test"),
+        ('("2GiB")', f"{ONE}\n    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]): {ONE}",
+         "a profiler records steps of this test"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_fails_with_a_line(
