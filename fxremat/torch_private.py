@@ -1085,8 +1085,8 @@ def _watched_backward(*args: Any, **kwargs: Any) -> Any:
     mine = [watch for watch in _watches if watch[0] == me] if is_outermost else []
     for _, before, _ in mine:
         before()
-    if mine:  # the arguments are tensors, their gradients, retain_graph and create_graph
-        _kept[me] = any(args[2:4])
+    if mine:  # the arguments are tensors, their gradients, and retain_graph, which is create_graph unless told
+        _kept[me] = bool(args[2])
     _in_backward.add(me)
     try:
         return _unwatched[0](*args, **kwargs)

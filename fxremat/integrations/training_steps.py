@@ -241,7 +241,7 @@ class _Step:
     has_run: bool = False  # a backward was run
     reader: _Reader = field(default_factory=_Reader)
     memories: dict[torch.device, _Memory] = field(default_factory=dict)
-    planned: dict[str, Any] = field(default_factory=dict)  # name -> module of fxremat that ran
+    planned: dict[str, Any] = field(default_factory=dict)  # name of a module -> the `Inside` that has its plan
 
     @property
     def is_over(self) -> bool:
@@ -270,8 +270,8 @@ class _Step:
         for each in highest.at_peak:
             side = sides[each.backward]
             side[each.owner] = side.get(each.owner, 0) + each.size
-        for name, module in self.planned.items():
-            _divide_as_planned(sides, name, module)
+        for name, inside in self.planned.items():
+            _divide_as_planned(sides, name, inside.plan)
         if missing := highest.peak - sum(sum(side.values()) for side in sides):
             sides[0][ELSEWHERE] = sides[0].get(ELSEWHERE, 0) + missing
         return StepPeak(
@@ -284,9 +284,8 @@ class _Step:
         )
 
 
-def _divide_as_planned(sides: tuple[dict[str, int], dict[str, int]], name: str, module: Any) -> None:
+def _divide_as_planned(sides: tuple[dict[str, int], dict[str, int]], name: str, plan: Any) -> None:
     """Divide what a module of fxremat has at the peak among its submodules, as its plan does."""
-    plan = module.fxremat.plan
     measured = sum(side.get(name, 0) for side in sides)
     if getattr(plan, "chosen", None) is None or abs(plan.predicted_peak - measured) > _ALIKE * measured:
         return
@@ -375,8 +374,8 @@ class TrainingSteps:
     def _leave(self, module: nn.Module, result: Any) -> None:
         name = self._running.pop()
         if self._step is not None and not self._step.ended:
-            if _is_planned(module):
-                self._step.planned[name] = module
+            if (inside := _inside_of(module)) is not None:
+                self._step.planned[name] = inside
             if self._is_outermost and torch.is_grad_enabled():
                 self._step.graphs += _graphs_of(module, result)
 
@@ -434,10 +433,12 @@ class TrainingSteps:
             self._pause()
 
 
-def _is_planned(module: nn.Module) -> bool:
-    """Tell whether fxremat has compiled a module; if none has been, its runtime is not even imported."""
+def _inside_of(module: nn.Module) -> Any:
+    """Return what has the plans of a module that fxremat compiled; None for others, without importing the runtime."""
     runtime = sys.modules.get("fxremat.runtime.module")
-    return runtime is not None and isinstance(module, runtime.Rematerialized)
+    if runtime is None or not isinstance(module, runtime.Rematerialized):
+        return None
+    return runtime.Inside(module)  # the model may have an attribute `fxremat` of its own
 
 
 def _name_of(module: nn.Module) -> str:

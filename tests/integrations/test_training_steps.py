@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -117,18 +116,19 @@ def test_peaks_of_compiled_models_are_those_of_the_meter_from_the_first_step_on(
 @pytest.mark.parametrize("unlike", [0, -10, 10])
 def test_what_is_unlike_the_plan_is_told_of(unlike: int) -> None:
     plan = fxremat.plan(Net(), rows(), mem="100%", costs="estimate", **QUICK)
-    module = types.SimpleNamespace(fxremat=types.SimpleNamespace(plan=plan))
     sides: tuple[dict[str, int], dict[str, int]] = {"Net": plan.predicted_peak + unlike, OUTSIDE: 1}, {}
-    _divide_as_planned(sides, "Net", module)
+    _divide_as_planned(sides, "Net", plan)
     assert sum(map(sum, (side.values() for side in sides))) == plan.predicted_peak + unlike + 1
     assert sides[0].get(UNLIKE, 0) == unlike
     other = {"Net": 2 * plan.predicted_peak}, {"Net": 1}
-    _divide_as_planned(other, "Net", module)
+    _divide_as_planned(other, "Net", plan)
     assert other == ({"Net": 2 * plan.predicted_peak}, {"Net": 1})  # this is the plan of another step
 
 
 def test_modules_of_fxremat_have_what_the_plan_says() -> None:
-    model = fxremat.compile(Net(width=256), mem="80%", **QUICK)
+    net = Net(width=256)
+    net.fxremat = "an attribute of the model's own"
+    model = fxremat.compile(net, mem="80%", **QUICK)
     found = highest(*[step_of(model, rows())] * 2)
     planned: dict[str, int] = {}
     for (path, _), size in bytes_at_peak(model.plan).items():
@@ -337,14 +337,29 @@ def test_compilers_are_still_known_after_a_reset_of_dynamo() -> None:
     assert highest(reset_and_train).peak <= meter.model_peak(Net(), (rows(),))
 
 
-def test_models_of_several_graphs_are_within_their_budget() -> None:
-    class Broken(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-                torch._dynamo.graph_break()
-            return x.mean()
+class Broken(Net):
+    """The same in several graphs."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            torch._dynamo.graph_break()
+        return x.mean()
+
+
+def test_compilers_see_the_same_functions() -> None:
+    def frames() -> int:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        step_of(torch.compile(Broken(), backend="eager"), rows())()  # type: ignore[arg-type]
+        return int(torch._dynamo.utils.counters["frames"]["total"])
+
+    seen: list[int] = []
+    measured(lambda: seen.append(frames()))
+    assert seen == [frames()], "dynamo sees the function that is in the place of `Module.__call__`"
+
+
+def test_models_of_several_graphs_are_within_their_budget() -> None:
     plain = meter.model_peak(Broken(), (rows(),))
     model = fxremat.compile(Broken(), mem=2 * plain, **QUICK)
     steps = measured(*[step_of(model, rows())] * 4)

@@ -96,7 +96,7 @@ def test_a_text_that_is_no_profile(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tolerance", "least"), [("1%", 102), ("0", 101), (0, 101), ("10", 111), (10, 111), ("0%", 101), (" 2.5 % ", 103)]
+    ("tolerance", "least"), [("1%", 102), ("0", 101), (0, 101), ("10", 111), (10, 111), (" 2.5 % ", 103), ("50%", 151)]
 )
 def test_a_peak_may_grow_by_the_tolerance(tolerance: int | str, least: int) -> None:
     def grown_to(peak: int) -> ProfileFigures:
