@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from fxremat.__main__ import main
 from fxremat.profiles import BEST, WORTH, Profile, Saving, enough, knee_of
 from fxremat.settings import Search
 from fxremat.show.page_data import page_data
+from fxremat.show.profile_figures import bytes_at_peak
+from fxremat.step.kinds import MemoryKind
 from fxremat.units import format_bytes, parse_bytes
 from tests.show.test_page import read
 
@@ -380,6 +383,14 @@ def test_figures_add_up_to_the_peak(name: str) -> None:
     assert figures.peak == profile.peak == sum(figures.modules.values()) == sum(figures.kinds.values())
     known = {node.path for node in profile.plan.modules.walk()}
     assert set(figures.modules) <= known
+
+
+def test_a_peak_between_two_moments_is_of_the_loss() -> None:
+    plan = profiled("deep")[2].plan
+    higher: Any = SimpleNamespace(running=plan.running, predicted_peak=plan.predicted_peak + 7)
+    found, before = bytes_at_peak(higher), bytes_at_peak(plan)
+    assert sum(found.values()) == plan.predicted_peak + 7
+    assert found["", MemoryKind.OUTSIDE] == before["", MemoryKind.OUTSIDE] + 7
 
 
 def test_the_module_that_grew_is_named() -> None:

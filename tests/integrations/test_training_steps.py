@@ -369,14 +369,18 @@ def test_models_of_several_graphs_are_within_their_budget() -> None:
 
 
 def test_other_threads_are_left_alone() -> None:
-    model = Net()
+    model, kept = Net(), []
 
     def elsewhere() -> None:
-        thread = threading.Thread(target=step_of(model, rows()))
+        thread = threading.Thread(target=lambda: kept.append(model(rows(1024))))
         thread.start()
         thread.join()
 
     assert measured(elsewhere).count == 0
+    found = measured(elsewhere, step_of(model, rows()))
+    assert len(kept) == 2
+    assert found.highest is not None
+    assert abs(found.highest.peak - meter.model_peak(model, (rows(),))) <= 64
 
 
 def test_steps_that_a_profiler_records_are_left_out() -> None:
