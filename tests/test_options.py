@@ -150,7 +150,7 @@ def test_wrong_settings_are_one_line(make: Callable[[], object], says: str) -> N
         ({"optimizer": 3, "costs": "H100"}, "optimizer is 3"),
         ({"optimizer": "SGD", "offload": Offload(weights=True)}, "optimizer is 'SGD'"),
         ({"solver": "pofo", "offload": Offload(weights=True), "optimizer": sgd()}, 'use "auto"'),
-        ({"serach": 3}, "unknown option 'serach', did you mean 'search'?; there are mem, device_mem, exact, plan, solver, "),
+        ({"serach": 3}, "unknown option 'serach', did you mean 'search'?; there are mem, device_mem, exact, plan, "),
         ({"zzz": 3}, "unknown option 'zzz'; there are mem"),
         ({"budget": 3}, "unknown option 'budget'"),
         ({"x" * 100_000: 3}, "unknown option 'xxx"),
