@@ -47,6 +47,8 @@ _INTERRUPTED = 130  # exit status of an interrupted command, as in shells: 128 +
 _LONGEST = 1000  # maximum number of characters of an error message
 _QUOTES = "\"'"
 _FLAGS = (  # (a setting as the library's error messages spell it, the command-line flag that sets it)
+    ("exact=False", "--exact no"),
+    ("exact=True", "--exact yes"),
     ('costs="H100"', "--device H100"),
     ('costs="estimate"', "--estimate"),
     ("costs: ", ""),
@@ -187,6 +189,10 @@ def _plan(args: argparse.Namespace) -> str:
         raise FxrematError("--host-mem limits what is offloaded; it goes with --offload")
     if args.offload:
         options["offload"] = Offload(limit=args.host_mem)
+    if args.exact is not None:
+        options["exact"] = args.exact == "yes"
+        if args.largest is not None:
+            raise FxrematError("--exact chooses for inputs of one size; it does not go with --largest")
     devices: list[str] = [] if args.device is None else [name.strip() for name in args.device.split(",")]
     if args.device_mem is not None and (len(devices) > 1 or args.largest is not None):
         other = "--largest" if args.largest is not None else f"--device with {len(devices)} devices"
@@ -586,6 +592,11 @@ def _parser() -> _Parser:
         metavar="SIZE",
         help="instead of --mem, what the whole process may have on the device: parameters, buffers, inputs, optimizer "
         "state, gradients, forward and backward, and on CUDA its context and the allocator's reserve, both estimated",
+    )
+    plan.add_argument(
+        "--exact",
+        choices=("yes", "no"),
+        help="let the planner choose the means. yes: those with the same bits; no: slices and compiled kernels, too",
     )
     plan.add_argument("--offload", action="store_true", help="let values wait on the host")
     plan.add_argument("--host-mem", metavar="SIZE", help="what may wait there at a time, such as 16GiB")

@@ -527,6 +527,14 @@ def test_the_command_line_finds_the_largest_batch(capsys: pytest.CaptureFixture[
     )
 
 
+def test_the_command_line_lets_the_planner_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", NAME, *QUICK, "--mem", "100%", "--exact", "yes", "--device", "A100,H200"]) == 0
+    assert main(["plan", NAME, *QUICK, "--mem", "100%", "--exact", "no"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "means recomputing: 1.00x in" in shown
+    assert "slices: not tried, as it could save 0.0%" in shown
+
+
 def test_the_command_line_plans_for_all_that_a_process_has(capsys: pytest.CaptureFixture[str]) -> None:
     for name, device in (("sgd", []), ("adamw", ["--device", "H200"])):
         assert main(["plan", NAME, *QUICK, "--device-mem", "2GiB", "--optimizer", name, *device]) == 0
@@ -558,6 +566,8 @@ def test_the_command_line_plans_for_all_that_a_process_has(capsys: pytest.Captur
         (["--device-mem", "1GiB", "--optimizer", "lion"], "--optimizer is 'lion'; it is one of"),
         (["--device-mem", "1GiB", "--device", "A100,H200"], "does not go with --device with 2 devices: give --mem"),
         (["--device-mem", "1GiB", "--largest", "batch"], "does not go with --largest: give --mem"),
+        (["--exact", "yes", "--mem", "1GiB", "--largest", "batch"], "it does not go with --largest"),
+        (["--exact", "yes", "--mem", "10"], "--exact no allows slices and compiled kernels"),
         (["--largest", "length", "--mem", "1GiB"], "has no parameter 'length'"),
         (["--largest", "batch", "--mem", "50%"], "--largest needs --mem in bytes"),
         (["--largest", "batch", "--mem", "1GiB", "--up-to", "0"], "--up-to is 0"),
