@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat import device as devices
 from fxremat.cost.measure import peak_of, quiet_world
-from fxremat.device import CPU, CUDA, KINDS, MPS, XPU, Ability, Kind, kind_of
+from fxremat.device import CPU, CUDA, KINDS, MPS, ROCM, XPU, Ability, Kind, kind_of
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.host.default import default_tier
 from fxremat.host.files import FileTier
@@ -57,6 +57,25 @@ def test_every_kind_is_found_by_its_type() -> None:
     unknown = kind_of(torch.device("meta"))
     assert unknown.abilities == frozenset()
     assert unknown.type == "meta"
+
+
+def test_the_page_says_what_each_kind_can_do() -> None:
+    kinds = (CPU, CUDA, ROCM, XPU, MPS)
+    rows = {
+        "": [kind.name for kind in kinds],
+        **{ability.value: [_yes(kind.can(ability)) for kind in kinds] for ability in Ability},
+        "allocations that PyTorch's profiler records": [_yes(kind.recorded) for kind in kinds],
+        "bytes to a multiple of which sizes are rounded up": [str(kind.block) for kind in kinds],
+        "bytes that a block may have left unsplit": [str(kind.unsplit) for kind in kinds],
+        "random numbers of Inductor's kernels": ["own" if kind.in_triton else "eager's" for kind in kinds],
+    }
+    page = (Path(__file__).parents[1] / "docs" / "devices.md").read_text()
+    for name, cells in rows.items():
+        assert f"\n| {name}{' ' if name else ''}| {' | '.join(cells)} |\n" in page, name
+
+
+def _yes(it: bool) -> str:
+    return "yes" if it else "no"
 
 
 @pytest.mark.parametrize("kind", [CPU, MPS], ids=lambda kind: kind.name)
