@@ -211,6 +211,17 @@ def device_name(device: torch.device) -> str:
     return str(named(device)) if named else kind.name
 
 
+def device_in_use() -> torch.device | None:
+    """Return the current device of the accelerator that this process has started to use; None if it uses none."""
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return None
+    module: Any = torch.get_device_module(found)
+    if not getattr(module, "is_initialized", module.is_available)():  # torch.mps has no `is_initialized`
+        return None
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
 def accelerates(device: torch.device) -> bool:
     """Tell whether a device is an accelerator, which runs asynchronously to the host."""
     return kind_of(device).accelerator

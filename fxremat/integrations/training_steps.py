@@ -34,6 +34,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxremat.cost.workspaces import make_workspaces
+from fxremat.device import device_in_use
 from fxremat.show.modules import Share, tree_of
 from fxremat.show.profile_figures import bytes_at_peak
 from fxremat.show.table import Table
@@ -334,7 +335,8 @@ class TrainingSteps:
         """Measure what runs in this context as one step, for programs whose steps are not found by themselves."""
         self._pause()
         self._finish()
-        self._begin([torch.device("cuda")] if torch.cuda.is_initialized() else [], explicit=True)
+        device = device_in_use()
+        self._begin([] if device is None else [device], explicit=True)
         try:
             yield
         finally:
