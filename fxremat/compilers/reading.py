@@ -319,6 +319,8 @@ def _trouble(node: fx.Node) -> str:
         )
     if node.op == "output" or (node.op == "get_attr" and "val" in node.meta) or node.target is operator.getitem:
         return ""
+    if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns:
+        return ""  # an op that returns nothing, such as _foreach_add_
     if not _has_value(node):
         return (
             f'({node.target}) has no fake tensor in meta["val"], which tells its size: trace the graph with '

@@ -1,6 +1,8 @@
-"""A rewrite of in-place ops on values that the graph itself computes to ops that return a new value.
+"""A rewrite of in-place ops to ops that return a new value.
 
-    y = empty_like(x); z = bernoulli_(y, 0.9); w = div_(z, 0.9)    ->    z = bernoulli(y, 0.9); w = div(z, 0.9)
+    y = empty_like(x); z = bernoulli_(y, 0.9)    ->    z = bernoulli(y, 0.9)
+    _foreach_add_([p, q], [g, h])                ->    n = _foreach_add([p, q], [g, h]); p = n[0]; q = n[1]
+    row = select(y, 0, 0); zero_(row); sin(y)    ->    z = as_strided_scatter(y, zero(row), ...); sin(z)
 
 A trace that is not functionalized has such ops; `make_fx` traces a CPU's dropout like this. An input that is
 overwritten is written to once, at the end.
@@ -9,6 +11,8 @@ overwritten is written to once, at the end.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +21,7 @@ from torch import fx
 from fxremat.errors import CaptureError
 from fxremat.graphs.batch_norm import WHOLE
 from fxremat.graphs.cudnn_batch_norm import CUDNN
-from fxremat.graphs.nodes import tangents_in, tensors_of
+from fxremat.graphs.nodes import storage_bytes, tangents_in, tensors_of
 from fxremat.ops import random as random  # imported for its effect: it registers an op
 from fxremat.passes.evaluate import evaluate, show_views
 from fxremat.torch_private import launches_in_place, storage_of
@@ -36,50 +40,106 @@ STATISTICS: dict[Any, tuple[Any, int]] = {
 
 
 def without_mutation(graph: fx.Graph) -> None:
-    """Replace in-place ops by ops that return a new value. O(nodes).
+    """Replace in-place ops by ops that return a new value. O(nodes) for each.
 
-    Raises `CaptureError`, naming the first such op, if a view of an overwritten value is read later, or if
-    there is no such op.
+    Raises `CaptureError`, naming the first such op that cannot be replaced, and the reason.
     """
     written: dict[fx.Node, fx.Node] = {}  # new value -> the input that it has to be written to at the end
     for node in [*graph.nodes]:
         if not _overwrites(node) or _is_write(node):
             continue
-        before = {node, *_before(node)}
-        bases = _bases(node)
-        if not bases or any(_is_shared(base, node, before) for base in bases):
-            raise CaptureError(
-                f"{node.name} ({node.target}) overwrites an argument, and a plan needs ops that do not: functionalize "
-                "the graph (torch.func.functionalize)"
-            )
-        results = _with_statistics(node) if node.target in STATISTICS else [_rewritten(node, bases[0])]
-        made = before | {node, *results}
-        for base, result in zip(bases, results, strict=True):
-            if result is not node and base is node.args[0]:
-                node.replace_all_uses_with(result, lambda user, made=made: user not in made)
-            base.replace_all_uses_with(result, lambda user, made=made: user not in made)  # type: ignore[misc]
-            show_views(result, base.meta["val"])
-            if base.op == "placeholder" or base in written:
-                written[result] = written.pop(base, base)
+        before, bases, follower = [*_before(node), node], _bases(node), node.next
+        shared = _shared(node, bases, before, written)
+        results = _with_statistics(node) if node.target in STATISTICS else _rewritten(node, bases)
+        made = {*before, *results}
+        with graph.inserting_before(follower):
+            for base, result in zip(bases, results, strict=True):
+                changed = _replaced(node, base, result, shared.get(base), made)
+                owner = shared[base].owner if base in shared else base
+                if owner.op == "placeholder" or owner in written:
+                    written[changed] = written.pop(owner, owner)
     with graph.inserting_before(graph.output_node()):
         for node, to in written.items():
             graph.call_function(aten.copy_.default, (to, node)).meta = {"val": to.meta["val"]}
 
 
-def _rewritten(node: fx.Node, base: fx.Node) -> fx.Node:
-    """Replace an in-place op by its functional form; return the node whose value is that of the overwritten tensor."""
+@dataclass(frozen=True)
+class Shared:
+    """The memory that an op overwrites as a part, or that is also read later by other names."""
+
+    owner: fx.Node  # the node that made the memory, whose tensor fills it
+    views: tuple[fx.Node, ...]  # nodes in this memory that are read later, the owner and the op's argument included
+
+
+def _replaced(node: fx.Node, base: fx.Node, result: fx.Node, shared: Shared | None, made: set[fx.Node]) -> fx.Node:
+    """Let all that comes after an in-place op read its result; return the new value of the memory that it overwrites.
+
+    Args:
+        base: the argument that the op overwrites.
+        result: the new value of this argument.
+        shared: the memory, if it is more than the argument; new nodes are then inserted.
+        made: nodes that keep reading the old value; new nodes are added.
+    """
+    changed, seen = result, {base: result}
+    if shared is not None:
+        if not _lie_alike(shared.owner, base):
+            changed = _strided(aten.as_strided_scatter.default, (shared.owner, result), base)
+        seen = {view: changed if _lie_alike(view, shared.owner) else _view(changed, view) for view in shared.views}
+        made |= {changed, *seen.values()}
+    if seen.get(base) is not node and base is node.args[0]:
+        node.replace_all_uses_with(seen[base], lambda user: user not in made)
+    for view, now in seen.items():
+        view.replace_all_uses_with(now, lambda user: user not in made)
+        show_views(now, view.meta["val"])
+    return changed
+
+
+def _view(changed: fx.Node, view: fx.Node) -> fx.Node:
+    """Insert what a view of some memory becomes when the memory has a new value."""
+    return _strided(aten.as_strided.default, (changed,), view)
+
+
+def _strided(target: Any, arguments: tuple[fx.Node, ...], view: fx.Node) -> fx.Node:
+    """Insert an op on a view, which is described by its sizes, strides and offset."""
+    shown: torch.Tensor = view.meta["val"]
+    place = [*shown.shape], [*shown.stride()], int(shown.storage_offset())
+    made = view.graph.call_function(target, (*arguments, *place))
+    made.meta = {key: value for key, value in view.meta.items() if key != "desc"}
+    made.meta["val"] = evaluate(made)
+    return made
+
+
+def _lie_alike(one: fx.Node, other: fx.Node) -> bool:
+    first, second = one.meta["val"], other.meta["val"]
+    return bool(_described(one) == _described(other) and first.storage_offset() == second.storage_offset())
+
+
+def _rewritten(node: fx.Node, bases: Sequence[fx.Node]) -> list[fx.Node]:
+    """Replace an in-place op by its functional form; return the nodes whose values those of the overwritten tensors are.
+    """
     overwritten, node.target = node.target, _functional(node.target)
+    (base,) = bases[:1]
     if node.target is DRAWN and base.target is aten.empty_like.default and not base.kwargs:
         node.args = (base.args[0], *node.args[1:])
     node.meta = {**node.meta, "val": evaluate(node)}
-    if _changes_shape(overwritten) or _described(node) == _described(base):
-        return node
-    # dtype and strides of the new value may differ from those of the overwritten tensor, so it is copied
+    if not isinstance(node.args[0], fx.Node):
+        items = [_after(node, operator.getitem, (node, place)) for place in reversed(range(len(bases)))][::-1]
+        return [_as_before(item, base) for item, base in zip(items, bases, strict=True)]
+    return [node if _changes_shape(overwritten) else _as_before(node, base)]
+
+
+def _as_before(node: fx.Node, base: fx.Node) -> fx.Node:
+    """Return a node with a new value, in the dtype and strides of the overwritten tensor; copy it if they differ."""
+    return node if _described(node) == _described(base) else _after(node, aten.copy.default, (base, node))
+
+
+def _after(node: fx.Node, target: Any, arguments: tuple[Any, ...]) -> fx.Node:
+    """Insert a call after a node, with the node's metadata."""
     with node.graph.inserting_after(node):
-        result = node.graph.call_function(aten.copy.default, (base, node))
-    result.meta = dict(node.meta)
-    result.meta["val"] = evaluate(result)
-    return result
+        made = node.graph.call_function(target, arguments)
+    made.meta = dict(node.meta)
+    made.meta["val"] = evaluate(made)
+    return made
 
 
 def _with_statistics(node: fx.Node) -> list[fx.Node]:
@@ -109,13 +169,39 @@ def _overwrites(node: fx.Node) -> bool:
 
 
 def _bases(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that an op overwrites; [] if the op has no functional form."""
+    """Return the arguments that an op overwrites. Raises `CaptureError` if the op has no functional form."""
+    if reason := _without_functional_form(node):
+        raise CaptureError(_refusal(node, reason))
+    found = node.args[3:5] if node.target in STATISTICS else node.args[:1]
+    items: Any = found[0] if len(found) == 1 and isinstance(found[0], list | tuple) else found
+    if any(not isinstance(item, fx.Node) or item.op == "get_attr" for item in items):
+        raise CaptureError(_refusal(node, "what it overwrites is a constant of the graph, not an input"))
+    if len(set(items)) != len(items):
+        raise CaptureError(_refusal(node, "it overwrites one tensor more than once"))
+    return [*items]
+
+
+def _without_functional_form(node: fx.Node) -> str:
+    """Return the reason why an in-place op cannot be replaced by one that returns a new value; "" if it can."""
     if node.target in STATISTICS:
-        found = list(node.args[3:5]) if STATISTICS[node.target][0] is not None else []
-    else:
-        found = list(node.args[:1]) if not launches_in_place(node) and _functional(node.target) is not None else []
-    nodes = [base for base in found if isinstance(base, fx.Node) and base.op != "get_attr"]
-    return nodes if len(nodes) == len(found) else []
+        return "" if STATISTICS[node.target][0] is not None else "no form of it returns new running statistics"
+    if launches_in_place(node):
+        return "a Triton kernel writes to it"
+    overwritten = [place for place, each in enumerate(node.target._schema.arguments) if _is_written(each)]  # type: ignore[union-attr]
+    if _functional(node.target) is None:
+        return "PyTorch has no form of this op that returns a new value"
+    return "" if overwritten == [0] else f"it overwrites {len(overwritten)} arguments at once"
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _refusal(node: fx.Node, reason: str) -> str:
+    return (
+        f"{node.name} ({node.target}) overwrites an argument, and a plan needs ops that do not; {reason}: compute a new "
+        "value instead, or trace the graph again under torch.func.functionalize, as docs/pass.md shows"
+    )
 
 
 def _is_write(node: fx.Node) -> bool:
@@ -171,22 +257,59 @@ def _described(node: fx.Node) -> Any:
     return value.dtype, value.dim(), sides
 
 
-def _is_shared(base: fx.Node, node: fx.Node, before: set[fx.Node]) -> bool:
-    """Tell whether an overwritten value shares memory with an input, or with a view from before that is read later.
+def _shared(
+    node: fx.Node, bases: Sequence[fx.Node], before: Sequence[fx.Node], written: Mapping[fx.Node, fx.Node]
+) -> dict[fx.Node, Shared]:
+    """Return the memory of each argument that an op overwrites, for those of which more than the argument is read later.
 
     Views that are made after the op show the new value, so they are no problem.
 
     Args:
-        node: the op that overwrites the value.
-        before: that op and all earlier ones.
+        before: the op, and all nodes before it.
+        written: new values of inputs so far, which are read at the end.
+
+    Raises:
+        CaptureError: the new value cannot be seen through the other views; the error names one.
     """
-    storages = {storage_of(tensor) for tensor in tensors_of(base) if tensor is not None}
-    for other in before - {base, node}:
-        if not any(tensor is not None and storage_of(tensor) in storages for tensor in tensors_of(other)):
+    if _changes_shape(node.target):
+        return {}
+    storages = {storage_of(base.meta["val"]): base for base in bases}
+    if len(storages) != len(bases):
+        raise CaptureError(_refusal(node, "it overwrites two views of the same memory"))
+    earlier = set(before)
+    members: dict[fx.Node, list[fx.Node]] = {base: [] for base in bases}
+    for other in before[:-1]:
+        for base in {storages[at] for at in map(storage_of, _tensors(other)) if at in storages}:
+            members[base].append(other)
+    found = {}
+    for base, others in members.items():
+        views = tuple(each for each in others if each is base or any(user not in earlier for user in each.users))
+        kept = [each for each in others if each.op in ("placeholder", "get_attr") or each in written]
+        if views == (base,) and kept in ([], [base]):
             continue
-        if other.op in ("placeholder", "get_attr") or any(user not in before for user in other.users):
-            return True
-    return False
+        owner = others[0]
+        for other in {owner: None, **dict.fromkeys((*views, *kept))}:
+            if reason := _unseen(other, owner):
+                raise CaptureError(_refusal(node, f"{other.name}, in the memory that it overwrites, {reason}"))
+        found[base] = Shared(owner, views)
+    return found
+
+
+def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+    return (tensor for tensor in tensors_of(node) if tensor is not None)
+
+
+def _unseen(view: fx.Node, owner: fx.Node) -> str:
+    """Return the reason why a view cannot be made from a new value of the memory; "" if it can."""
+    shown, whole = view.meta["val"], owner.meta["val"]
+    if not isinstance(shown, torch.Tensor):
+        return "has several results"
+    if view.op == "get_attr" or (view.op == "placeholder" and view is not owner):
+        return "is an input or a constant of its own"
+    if view is owner and shown.nbytes != storage_bytes(shown):
+        return "is itself a part of other memory"
+    same = shown.dtype == whole.dtype and shown.is_conj() == whole.is_conj() and shown.is_neg() == whole.is_neg()
+    return "" if same else f"is read later as {str(shown.dtype).removeprefix('torch.')}"
 
 
 def _before(node: fx.Node) -> list[fx.Node]:
