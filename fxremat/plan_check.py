@@ -123,6 +123,12 @@ class Evaluation:
         graph = self.plan.captured
         self._value_of = {value.name: value.index for value in graph.values}
         self._op_of = {op.name: op for op in graph.ops}
+        # (op, bytes of a result) -> bytes that the device of the plan allocates for it
+        self._allocated = {
+            (graph.ops[value.producer].name, value.bytes): self.plan.costs.sizes.values[value.index]
+            for value in graph.values
+            if value.producer is not None
+        }
 
     def inputs(self, graph: fx.Graph) -> list[Any]:
         """Return the forward's inputs as fake tensors, and mark their storages as not counted."""
@@ -199,8 +205,10 @@ class Evaluation:
             for storage in _storages(value):
                 self._size(node, value, storage)
         else:
+            name = AGAIN.sub("", node.name.removesuffix("_drawn"))
             for tensor in _tensors(value):
-                self.sizes.setdefault(storage_of(tensor), held(storage_bytes(tensor), device_of(self.plan.graph)))
+                taken = held(storage_bytes(tensor), device_of(self.plan.graph))
+                self.sizes.setdefault(storage_of(tensor), self._allocated.get((name, storage_bytes(tensor)), taken))
 
     def _size(self, node: fx.Node, value: torch.Tensor, storage: int) -> None:
         sizes, name = self.plan.costs.sizes, AGAIN.sub("", node.name)

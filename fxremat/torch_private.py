@@ -1538,6 +1538,23 @@ def is_effect_token(placeholder: fx.Node) -> bool:
     return type(placeholder.meta.get("desc")).__name__ == "ForwardTokenAOTInput"
 
 
+def is_region(node: fx.Node) -> bool:
+    """Tell whether a node calls a region that is compiled once (`torch.compiler.nested_compile_region`).
+
+    `invoke_subgraph` takes the region's graph, its name, and its inputs; its results are a tuple (torch 2.11, 2.13).
+    """
+    return node.op == "call_function" and node.target is torch.ops.higher_order.invoke_subgraph
+
+
+def is_step_of_region(joint: fx.GraphModule, joint_inputs: object) -> bool:
+    """Tell whether a partition function is called for a region that is compiled once, and not for a step.
+
+    `run_joint_graph_passes_on_hops` of AOTAutograd passes an empty list of inputs then, and a graph whose inputs it has
+    counted from `primals_0`; those of a step are counted from 1 (torch 2.11, 2.13).
+    """
+    return joint_inputs == [] and any(node.name == "primals_0" for node in joint.graph.find_nodes(op="placeholder"))
+
+
 def parameter_name(placeholder: fx.Node) -> str | None:
     """Return the qualified name of the parameter that an input of dynamo's graph stands for; None for other inputs."""
     parts = _path_in_model(placeholder)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 from torch import fx
 
 from fxremat.compilers.planning import PassOptions, PlanningPass, pass_options
-from fxremat.torch_private import boxed
+from fxremat.torch_private import boxed, is_step_of_region
 
 
 class Partitioner(PlanningPass):
@@ -23,7 +24,15 @@ class Partitioner(PlanningPass):
             BudgetTooSmall: no program fits.
             CaptureError: the graph cannot be planned; the error names the node.
         """
+        if is_step_of_region(joint, joint_inputs):
+            return self._all_kept(joint, num_fwd_outputs)
         given, plan = self.read_and_plan(joint, num_fwd_outputs)
+        return given.with_writes(plan.graphs)
+
+    def _all_kept(self, region: fx.GraphModule, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return forward and backward of a region without recomputation; it is planned as a part of the step."""
+        options = replace(self.options, mem="100%", costs="estimate", never_again=(), keep=())
+        given, plan = PlanningPass(options, "for compilers").read_and_plan(region, num_fwd_outputs)
         return given.with_writes(plan.graphs)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Unpack
 
+from torch import fx
+
 from fxremat.compilers.planning import PassOptions, PlanningPass, pass_options
 from fxremat.compilers.text import emitted_text, from_text
 from fxremat.compilers.whole_step import in_one
@@ -22,6 +24,7 @@ def planned_text(text: str, mem: int | str, **options: Unpack[PassOptions]) -> t
     read = from_text(text)
     given, plan = PlanningPass(pass_options(mem, options)).read_and_plan(read.module, read.num_fwd_outputs)
     if not given.is_joint:
-        return plan, emitted_text([("forward", in_one(given, plan))])
+        one = fx.GraphModule(read.module, in_one(given, plan))
+        return plan, emitted_text([("forward", one.graph)])
     forward, backward = given.with_writes(plan.graphs)
     return plan, emitted_text([("forward", forward.graph), ("backward", backward.graph)])

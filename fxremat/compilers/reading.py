@@ -24,6 +24,7 @@ from fxremat.graphs.nodes import NUMBERS, is_random, tangents_in, tensors_of
 from fxremat.graphs.symbolic import has_symbolic_sizes
 from fxremat.passes.collectives import start_and_wait
 from fxremat.passes.pipelines import PIPELINES, normalize
+from fxremat.passes.regions import inline_regions
 from fxremat.passes.without_mutation import without_mutation
 from fxremat.step.source import common_module
 from fxremat.torch_private import copied
@@ -124,7 +125,9 @@ def read_given(module: fx.GraphModule, num_fwd_outputs: int | None = None, *, pi
         CaptureError: the backward cannot be distinguished from the forward; or a node cannot be planned, which is
             named.
     """
-    graph = copied(module.graph)
+    copy = fx.GraphModule(module, copied(module.graph))
+    inline_regions(copy)
+    graph = copy.graph
     _check(graph)
     without_mutation(graph)
     outputs, structure = tree_flatten(graph.output_node().args[0])
@@ -144,7 +147,7 @@ def read_given(module: fx.GraphModule, num_fwd_outputs: int | None = None, *, pi
         late_writes = [(name, value) for name, value in written if _is_late(value)]
         written = [*(each for each in written if each not in late_writes), *(("", node) for node in draws)]
     _sort_outputs(graph, outputs, order, count, written, late_writes)
-    copy = normalize(fx.GraphModule(module, graph), PIPELINES[pipeline])
+    normalize(copy, PIPELINES[pipeline])
     _note_names(copy.graph, type(module).__name__)
     _note_modules(copy.graph)
     differentiable = None if num_fwd_outputs is not None else [*_floats(copy.graph)]

@@ -11,7 +11,9 @@
 
 Inputs have types: dtype, shape, strides unless contiguous, and device; a parameter's name follows as a comment.
 Types of results follow from the ops. A comment after an op states its module, autograd's sequence number, and
-whether it belongs to the backward. Reading only calls ops on fake tensors, whatever the text contains.
+whether it belongs to the backward. A graph that a higher-order op calls, such as a branch of a `cond`, is a function
+of its own before the one that reads it as `self.true_graph_0`. Reading only calls ops on fake tensors, whatever the
+text contains.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 from fxremat.compilers.reading import Called, Written
 from fxremat.errors import CaptureError
 from fxremat.graphs.names import module_of
+from fxremat.graphs.nodes import attribute
 
 HEAD = "# fxremat graph "
 TYPE = re.compile(r"(\w+)\[([\d, ]*)\](?: strides \(([\d, ]*)\))? (\w+(?::\d+)?)")
@@ -71,7 +74,7 @@ def to_text(module: fx.GraphModule, num_fwd_outputs: int | None = None) -> str:
     head: dict[str, Any] = {"num_fwd_outputs": num_fwd_outputs, "name": type(module).__name__}
     if overwritten := _overwritten(module.graph):
         head["overwritten"] = overwritten
-    return HEAD + json.dumps(head) + "\n" + function_text(module.graph, "forward")
+    return HEAD + json.dumps(head) + "\n" + emitted_text([("forward", module.graph)])
 
 
 def _overwritten(graph: fx.Graph) -> dict[str, str]:
@@ -82,13 +85,15 @@ def _overwritten(graph: fx.Graph) -> dict[str, str]:
     return {place: inputs[source] for place, source in sources.items() if source in inputs}
 
 
-def function_text(graph: fx.Graph, name: str) -> str:
-    """Return a graph as the text of a function."""
+def function_text(graph: fx.Graph, name: str, path: str = "") -> str:
+    """Return a graph as the text of a function; `path` comes before the names of the graphs that its ops call."""
     lines = [f"def {name}("]
     lines += [f"    {_name(node)}: {_typed(node)},{_parameter(node)}" for node in graph.find_nodes(op="placeholder")]
     lines.append("):")
     for node in graph.nodes:
-        if node.op == "get_attr":
+        if is_subgraph(node):
+            lines.append(f"    {_name(node)} = self.{_function(path, node)}")
+        elif node.op == "get_attr":
             lines.append(f"    {_name(node)}: {_typed(node)} = constant")
         elif node.op == "call_function":
             lines.append(f"    {_name(node)} = {_call(node)}{_notes(node)}")
@@ -97,14 +102,32 @@ def function_text(graph: fx.Graph, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def is_subgraph(node: fx.Node) -> bool:
+    """Tell whether a node stands for a graph that a higher-order op calls."""
+    return node.op == "get_attr" and isinstance(attribute(node), fx.GraphModule)
+
+
+def _function(path: str, node: fx.Node) -> str:
+    """Return the name of the function that a subgraph is written as."""
+    name = str(node.target).replace(".", "__")
+    return name if not path or name.startswith(f"{path}__") else f"{path}__{name}"
+
+
+def _subgraphs(graph: fx.Graph, path: str = "") -> Iterator[tuple[str, fx.Graph]]:
+    """Yield (name of the function, graph) of the graphs that ops of a graph call, innermost first."""
+    for node in graph.nodes:
+        if is_subgraph(node):
+            name, called = _function(path, node), attribute(node).graph
+            yield from _subgraphs(called, name)
+            yield name, called
+
+
 def _name(node: fx.Node) -> str:
     return f"{node.name}_" if keyword.iskeyword(node.name) else node.name
 
 
 def _typed(node: fx.Node) -> str:
     value = node.meta.get("val")
-    if node.op == "get_attr" and "val" not in node.meta:
-        raise CaptureError(f"{node.name} is a graph inside of the graph, which text cannot hold")
     if not isinstance(value, torch.Tensor):
         raise CaptureError(f'{node.name} has no fake tensor in meta["val"], which tells its size')
     strides = "" if value.is_contiguous() else f" strides ({', '.join(map(str, value.stride()))})"
@@ -127,6 +150,8 @@ def _call(node: fx.Node) -> str:
 def _target(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{target}"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"torch.ops.{target.namespace}.{target.name()}"
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
 
 
@@ -168,16 +193,31 @@ def from_text(text: str) -> Text:
         if not head.startswith(HEAD):
             raise _Wrong(f"the first line is no {HEAD!r}", 1)
         about = json.loads(head.removeprefix(HEAD))
-        (function,) = ast.parse(body).body
-        if not isinstance(function, ast.FunctionDef):
-            raise _Wrong("the text is no function", 2)
-        graph, constants = _Reader(function, _notes_in(body)).read()
+        functions = ast.parse(body).body
+        notes, mode, called = _notes_in(body), _mode_for(body), dict[str, fx.GraphModule]()
+        for function in functions:
+            if not isinstance(function, ast.FunctionDef):
+                raise _Wrong("it is no function", function.lineno + 1)
+            graph, constants = _Reader(function, notes, mode, called).read()
+            if function is not functions[-1]:
+                called[function.name] = fx.GraphModule(constants, graph, class_name=function.name)
+        if not functions:
+            raise _Wrong("there is no function", 2)
         _note_overwritten(graph, about.get("overwritten", {}))
     except _Wrong as error:
         raise CaptureError(f"line {error.line} is no graph as to_text writes it: {error}") from None
     except (SyntaxError, ValueError, tokenize.TokenError) as error:
         raise CaptureError(f"the text is no graph as to_text writes it: {error}") from None
     return Text(fx.GraphModule(constants, graph, class_name=str(about.get("name", "Graph"))), about["num_fwd_outputs"])
+
+
+def _mode_for(body: str) -> FakeTensorMode:
+    """Return a mode for fake tensors; loops among the ops (`while_loop`) need a ShapeEnv, which is slow to import."""
+    if "torch.ops.higher_order." not in body:
+        return FakeTensorMode()
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def _note_overwritten(graph: fx.Graph, overwritten: Mapping[str, str]) -> None:
@@ -208,13 +248,21 @@ def _notes_in(body: str) -> dict[int, Mapping[str, Any]]:
 
 
 class _Reader:
-    def __init__(self, function: ast.FunctionDef, notes: Mapping[int, Mapping[str, Any]]) -> None:
-        self.function, self.notes = function, notes
-        self.graph, self.mode = fx.Graph(), FakeTensorMode()
-        self.nodes: dict[str, fx.Node] = {}
-        self.constants: dict[str, torch.Tensor] = {}
+    """Reads one function of a text; `called` has the graphs of the functions before it."""
 
-    def read(self) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+    def __init__(
+        self,
+        function: ast.FunctionDef,
+        notes: Mapping[int, Mapping[str, Any]],
+        mode: FakeTensorMode,
+        called: Mapping[str, fx.GraphModule],
+    ) -> None:
+        self.function, self.notes, self.called = function, notes, called
+        self.graph, self.mode = fx.Graph(), mode
+        self.nodes: dict[str, fx.Node] = {}
+        self.constants: dict[str, torch.Tensor | fx.GraphModule] = {}
+
+    def read(self) -> tuple[fx.Graph, dict[str, torch.Tensor | fx.GraphModule]]:
         for argument in self.function.args.args:
             node = self.graph.placeholder(argument.arg)
             node.meta["val"] = self._fake(argument.annotation, argument.lineno)
@@ -235,6 +283,11 @@ class _Reader:
                 self.constants[name] = torch.zeros(fake.shape, dtype=fake.dtype)
                 self.nodes[name] = node = self.graph.create_node("get_attr", name, name=name)
                 node.meta["val"] = fake
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Attribute(value=ast.Name(id="self"), attr=called)):
+                if called not in self.called:
+                    raise _Wrong(f"there is no function {called} before it", line)
+                self.constants[called] = self.called[called]
+                self.nodes[name] = self.graph.create_node("get_attr", called, name=name)
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 self.nodes[name] = node = self._called(name, value, line)
                 notes = self.notes.get(statement.end_lineno or 0, {})
@@ -251,10 +304,14 @@ class _Reader:
                 raise _Wrong("it is neither an assignment nor a return", line)
 
     def _evaluated(self, node: fx.Node) -> Any:
-        args: Any = fx.node.map_arg(node.args, lambda argument: argument.meta["val"])
-        kwargs: Any = fx.node.map_arg(node.kwargs, lambda argument: argument.meta["val"])
+        args: Any = fx.node.map_arg(node.args, self._shown)
+        kwargs: Any = fx.node.map_arg(node.kwargs, self._shown)
         target: Any = node.target
         return target(*args, **kwargs)
+
+    def _shown(self, node: fx.Node) -> Any:
+        """Return the fake tensor of a node, or the graph that it stands for."""
+        return node.meta["val"] if "val" in node.meta else self.constants[str(node.target)]
 
     def _called(self, name: str, value: ast.expr, line: int) -> fx.Node:
         match value:
@@ -270,6 +327,10 @@ class _Reader:
 
     def _op(self, called: ast.expr, line: int) -> Any:
         path = ast.unparse(called).split(".")
+        if path[:3] == ["torch", "ops", "higher_order"] and len(path) == 4:
+            higher = getattr(torch.ops.higher_order, path[3], None)
+            if isinstance(higher, torch._ops.HigherOrderOperator):
+                return higher
         if path[:2] != ["torch", "ops"] or len(path) != 5:
             raise _Wrong(f"{'.'.join(path)} is no op, such as torch.ops.aten.sin.default", line)
         found: Any = torch.ops
@@ -301,6 +362,8 @@ class _Reader:
                 found = getattr(torch, name, None)
                 if isinstance(found, torch.dtype | torch.layout | torch.memory_format):
                     return found
+            case ast.Attribute() if ast.unparse(value).startswith("torch.ops."):
+                return self._op(value, line)  # an argument of a higher-order op, such as auto_functionalized
             case ast.Call(func=called, args=[ast.Constant(value=name)]) if ast.unparse(called) == "torch.device":
                 return torch.device(str(name))
         raise _Wrong(f"{ast.unparse(value)} is no argument of an op", line)
@@ -323,5 +386,7 @@ def _integers(text: str) -> Iterator[int]:
 
 
 def emitted_text(graphs: Sequence[tuple[str, fx.Graph]]) -> str:
-    """Return graphs, each with a name, as the text of functions."""
-    return "\n\n".join(function_text(graph, name) for name, graph in graphs)
+    """Return graphs, each with a name, as the text of functions, after those of the graphs that their ops call."""
+    called = dict(each for _, graph in graphs for each in _subgraphs(graph))
+    texts = [function_text(graph, name, name) for name, graph in called.items()]
+    return "\n\n".join([*texts, *(function_text(graph, name) for name, graph in graphs)])

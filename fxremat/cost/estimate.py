@@ -27,7 +27,7 @@ from fxremat.cost.devices import Device as Device
 from fxremat.graphs.accounting import costs_from, device_of
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.collectives import groups_of
-from fxremat.graphs.nodes import storage_bytes, tensors_of
+from fxremat.graphs.nodes import storage_bytes, subgraphs_of, tensors_of
 from fxremat.slices.body import Sliced
 from fxremat.step.costs import Costs, OpCost
 from fxremat.step.step_graph import Op
@@ -216,11 +216,15 @@ def _packet(node: fx.Node) -> Any:
 
 
 def flops_of(node: fx.Node) -> float:
-    """Return the number of floating-point operations of an op; 0 if torch has no formula for it."""
+    """Return the number of floating-point operations of an op; 0 if torch has no formula for it.
+
+    A higher-order op, such as `cond`, has those of the largest graph that it calls.
+    """
     packet = _packet(node)
     formula: Callable[..., Any] | None = flop_registry.get(CPU_ATTENTION.get(packet, packet))
     if formula is None:
-        return 0.0
+        called = ([flops_of(each) for each in graph.graph.nodes] for graph in subgraphs_of(node))
+        return max(map(sum, called), default=0.0)
 
     def value(parent: fx.Node) -> Any:
         return parent.meta.get("val")
@@ -228,5 +232,5 @@ def flops_of(node: fx.Node) -> float:
     arguments, options = fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
     try:
         return float(formula(*arguments, **options, out_val=node.meta.get("val")))
-    except (TypeError, ValueError, AssertionError, IndexError):
+    except (TypeError, ValueError, AssertionError, AttributeError, IndexError):
         return 0.0

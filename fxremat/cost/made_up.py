@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxremat.graphs.nodes import is_number
-from fxremat.graphs.op_key import attribute
+from fxremat.graphs.nodes import attribute
 from fxremat.graphs.overwriting import called
 
 aten = torch.ops.aten

@@ -23,7 +23,7 @@ from fxremat.cost.made_up import Call, value_like, weights_like
 from fxremat.graphs.accounting import output_position
 from fxremat.graphs.batch_norm import again_call
 from fxremat.graphs.captured import Captured
-from fxremat.graphs.op_key import attribute
+from fxremat.graphs.nodes import attribute
 from fxremat.step.step_graph import Op, Origin
 from fxremat.torch_private import input_place, is_real
 

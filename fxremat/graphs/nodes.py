@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -21,9 +23,27 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor | None]:
     return []
 
 
+def attribute(node: fx.Node) -> Any:
+    """Return the object that a `get_attr` node refers to."""
+    found: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        found = getattr(found, name)
+    return found
+
+
+def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:
+    """Return the graphs that a higher-order op calls, such as the branches of a `cond`."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    found = [attribute(parent) for parent in node.all_input_nodes if parent.op == "get_attr" and "val" not in parent.meta]
+    return [each for each in found if isinstance(each, fx.GraphModule)]
+
+
 def is_random(node: fx.Node) -> bool:
-    """Tell whether an op draws random numbers (a dropout in eval mode does not)."""
+    """Tell whether an op draws random numbers (a dropout in eval mode does not), or a graph that it calls does."""
     target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return any(map(is_random, (each for graph in subgraphs_of(node) for each in graph.graph.nodes)))
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if target is aten.native_dropout.default:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxremat.graphs.collectives import is_collective, without_group_names
-from fxremat.graphs.nodes import is_number
+from fxremat.graphs.nodes import attribute, is_number
 from fxremat.graphs.overwriting import called
 
 
@@ -51,14 +51,6 @@ def _describe(argument: object) -> str:
     if isinstance(argument, tuple | list):
         return f"({', '.join(_describe(item) for item in argument)})"
     return repr(argument)
-
-
-def attribute(node: fx.Node) -> Any:
-    """Return the object that a `get_attr` node refers to."""
-    found: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        found = getattr(found, name)
-    return found
 
 
 def _subgraph(value: object) -> str:

@@ -44,6 +44,7 @@ from fxremat.ops.parameters import Weights
 from fxremat.options import Options, SeenLoss, options_of
 from fxremat.passes.numbers import refuse_symbols
 from fxremat.passes.pipelines import PIPELINES, normalize
+from fxremat.passes.regions import inline_regions
 from fxremat.passes.tangents import bear_any_layout
 from fxremat.planning.captured_step import CapturedStep, FixedStep
 from fxremat.planning.facts import facts_of
@@ -177,6 +178,7 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Return a compiled function for a captured graph. Raises `CaptureError` for sizes that depend on data."""
+        inline_regions(module)
         masks = unmark(module.graph, self.input_names)
         outputs = auxiliary_outputs_of(module)
         if outputs.all:
