@@ -1538,6 +1538,22 @@ def is_effect_token(placeholder: fx.Node) -> bool:
     return type(placeholder.meta.get("desc")).__name__ == "ForwardTokenAOTInput"
 
 
+@contextlib.contextmanager
+def flex_attention_with_gradients() -> Iterator[None]:
+    """Within this context, FlexAttention can be captured with its backward on a CPU, which has no kernel for that.
+
+    `flex_attention` asks its module's `_validate_device` whether the device has a backward (torch 2.11, 2.13).
+    """
+    from torch.nn.attention import flex_attention as module
+
+    validate = module._validate_device
+    module._validate_device = lambda *_: None
+    try:
+        yield
+    finally:
+        module._validate_device = validate
+
+
 def is_region(node: fx.Node) -> bool:
     """Tell whether a node calls a region that is compiled once (`torch.compiler.nested_compile_region`).
 

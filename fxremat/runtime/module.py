@@ -58,6 +58,7 @@ from fxremat.torch_private import (
     children_of,
     compiled_in_parts,
     compiled_step,
+    flex_attention_with_gradients,
     graph_break_place,
     is_data_parallel,
     is_traced,
@@ -425,8 +426,10 @@ def _leave(module: Any, until: Until, args: tuple[Any, ...], kwargs: dict[str, A
             "the model is in eval mode, where it runs as it is and needs no plan; call model.train() first"
         )
     backend.until = until
+    of_cuda = backend.target is not None and backend.target.cuda
+    flex = flex_attention_with_gradients() if of_cuda else contextlib.nullcontext()
     try:
-        with torch.enable_grad(), telling(f"capturing {type(model).__name__}"):
+        with flex, torch.enable_grad(), telling(f"capturing {type(model).__name__}"):
             getattr(module, backend.options.method)(*args, **kwargs)
     except Reached as reached:
         return reached.step
