@@ -6,9 +6,11 @@
     fxremat.plan(model, (x,), mem="4GiB", costs=fxremat.Trace("step.json", device="H100"))
 
 An op of the graph is matched with one of the trace by its name and the shapes of its inputs; several with the
-same name and shapes are matched in order. On a GPU the seconds of an op are those of its kernels. Ops that the
-trace lacks are estimated, and the estimates are scaled by the ratio of traced to estimated seconds of the other
-ops.
+same name and shapes are matched in order; an op that the model ran in place counts as the op that the graph has
+instead. On a GPU the seconds of an op are those of its kernels: a kernel names the op that launched it by its
+"External id", or by the "correlation" of its launch (an event of category cuda_runtime or cuda_driver), which has that
+id or lies inside of the op. Ops that the trace lacks are estimated, and the estimates are scaled by the ratio of traced
+to estimated seconds of the other ops.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,9 +32,11 @@ from fxremat.cost.devices import Device
 from fxremat.errors import FxrematError
 
 Key = tuple[str, tuple[tuple[int, ...], ...]]  # the name of an op, and the shapes of its inputs
+ID = "External id"  # key by which events refer to the op that started them
 Timer = Callable[[fx.Node], float]  # returns the seconds of a node's op
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of trace events that ran on a GPU
+LAUNCHES = ("cuda_runtime", "cuda_driver")  # categories of trace events that start work on a GPU
 NO_TENSOR = ("Scalar", "ScalarList", "")  # types of inputs that are not tensors
 
 
@@ -69,7 +74,7 @@ class Trace:
         places: dict[Key, int] = defaultdict(int)
         found = []
         for key in keys:
-            taken = self.seconds.get(key, ())
+            taken = self.seconds.get(key) or self.seconds.get((f"{key[0]}_", key[1]), ())
             here, count = places[key], keys.count(key)
             places[key] += 1
             steps = len(taken) // count if len(taken) % count == 0 else 0
@@ -109,36 +114,70 @@ def _events(path: str | os.PathLike[str]) -> Sequence[Mapping[str, Any]]:
 
 def _seconds(events: Sequence[Mapping[str, Any]]) -> dict[Key, list[float]]:
     """Return the seconds of every op of a trace, by name and shapes, in the order in which the ops began."""
-    kernels: dict[Any, float] = defaultdict(float)
-    for event in events:
-        if event.get("cat") in ON_DEVICE:
-            kernels[event.get("args", {}).get("External id")] += event["dur"]
     found: dict[Key, list[float]] = defaultdict(list)
     ops = sorted((event for event in events if event.get("cat") == "cpu_op"), key=lambda event: event["ts"])
-    inside = _inside(ops) if kernels else {}
+    on_gpu = any(event.get("cat") in ON_DEVICE for event in events)
+    kernels = _kernels_of(ops, events) if on_gpu else []
     for place, event in enumerate(ops):
         if "Input Dims" not in event.get("args", {}):
             continue
-        ids = [ops[other]["args"].get("External id") for other in inside.get(place, ())]
-        micros = sum(kernels.get(each, 0.0) for each in ids) if kernels else event["dur"]
+        micros = kernels[place] if on_gpu else event["dur"]
         found[event["name"], tuple(_shapes(event["args"]))].append(micros * 1e-6)
     return dict(found)
 
 
-def _inside(ops: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
-    """Return for each op the indices of itself and of the ops that it calls; `ops` are sorted by start time."""
-    found: dict[int, list[int]] = {}
-    # thread -> (end, index) of the ops that are running
-    running: dict[Any, list[tuple[float, int]]] = defaultdict(list)
+def _kernels_of(ops: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return for each op the microseconds of the work on a GPU that it and the ops inside of it launched."""
+    by_id = {event.get("args", {}).get(ID): place for place, event in enumerate(ops) if ID in event.get("args", {})}
+    launches = {
+        event["args"]["correlation"]: event
+        for event in events
+        if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
+    }
+    threads: dict[Any, list[int]] = defaultdict(list)
     for place, event in enumerate(ops):
-        stack = running[event.get("tid")]
-        while stack and stack[-1][0] <= event["ts"]:
-            stack.pop()
-        stack.append((event["ts"] + event["dur"], place))
-        found[place] = []
-        for _, outer in stack:
-            found[outer].append(place)
+        threads[_thread(event)].append(place)
+    starts = {thread: [ops[place]["ts"] for place in places] for thread, places in threads.items()}
+    callers, found = _callers(ops), [0.0] * len(ops)
+    for event in events:
+        if event.get("cat") not in ON_DEVICE:
+            continue
+        given = event.get("args", {})
+        launch = launches.get(given.get("correlation"), {})
+        place = by_id.get(given.get(ID), by_id.get(launch.get("args", {}).get(ID)))
+        if place is None and launch:
+            began = bisect_right(starts.get(_thread(launch), []), launch["ts"])
+            place = threads[_thread(launch)][began - 1] if began else None
+            while place is not None and _end(ops[place]) < launch["ts"]:
+                place = callers[place]
+        if place is not None:
+            found[place] += event["dur"]
+    for place in reversed(range(len(ops))):  # ops inside of another come after it
+        if (caller := callers[place]) is not None:
+            found[caller] += found[place]
     return found
+
+
+def _thread(event: Mapping[str, Any]) -> Any:
+    return event.get("pid"), event.get("tid")
+
+
+def _callers(ops: Sequence[Mapping[str, Any]]) -> list[int | None]:
+    """Return for each op the index of the op that calls it; `ops` are sorted by start time. O(ops)."""
+    found: list[int | None] = []
+    running: dict[Any, list[int]] = defaultdict(list)  # thread -> indices of the ops that are running
+    for place, event in enumerate(ops):
+        stack = running[_thread(event)]
+        while stack and _end(ops[stack[-1]]) <= event["ts"]:
+            stack.pop()
+        found.append(stack[-1] if stack else None)
+        stack.append(place)
+    return found
+
+
+def _end(event: Mapping[str, Any]) -> float:
+    end: float = event["ts"] + event["dur"]
+    return end
 
 
 def _shapes(args: Mapping[str, Any]) -> Iterator[tuple[int, ...]]:

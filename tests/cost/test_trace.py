@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,101 @@ def test_on_a_gpu_an_op_takes_what_its_kernels_take(tmp_path: Path) -> None:
     seconds = fxremat.Trace(file, device="H100").of([*nodes, unknown])
     assert seconds[:2] == [pytest.approx(570e-6), pytest.approx(40e-6)]
     assert seconds[2] is None
+
+
+def on_gpu(events: list[dict[str, Any]], linked_by: str) -> list[dict[str, Any]]:
+    """What torch.profiler records of these ops on a GPU: each op without ops inside of it launches two kernels.
+
+    Args:
+        linked_by: how a kernel names the op: "id" by its "External id"; "launch" by the launch, which has the id;
+            "time": the launch has no id, and lies inside of the op.
+    """
+    ops = [event for event in events if event.get("cat") == "cpu_op"]
+    found: list[dict[str, Any]] = [event for event in events if event.get("cat") != "kernel"]
+    ends = max(op["ts"] + op["dur"] for op in ops)
+    found.append({"ph": "X", "cat": "gpu_user_annotation", "name": "step", "ts": ends, "dur": 1e9, "args": {}})
+    for op in ops:
+        if any(op["ts"] <= other["ts"] and other["ts"] + other["dur"] <= op["ts"] + op["dur"] for other in ops if other is not op):
+            continue
+        for _ in range(2):
+            number = len(found)
+            launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": op["pid"], "tid": op["tid"]}
+            launch |= {"ts": op["ts"] + op["dur"] / 2, "dur": op["dur"] / 4, "args": {"cbid": 211, "correlation": number}}
+            kernel = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": ends + number, "dur": kernel_of(op)}
+            kernel["args"] = {"device": 0, "stream": 7, "correlation": number}
+            if linked_by != "time":
+                (kernel if linked_by == "id" else launch)["args"]["External id"] = op["args"]["External id"]  # type: ignore[index]
+            found += [launch, kernel]
+    return found
+
+
+def kernel_of(op: dict[str, Any]) -> float:
+    """Microseconds of each kernel of an op, which tell ops apart."""
+    return 1.0 + op["args"]["External id"] % 97
+
+
+@pytest.mark.parametrize("linked_by", ["id", "launch", "time"])
+def test_a_trace_of_steps_on_a_gpu_gives_the_seconds_of_kernels(tmp_path: Path, linked_by: str) -> None:
+    net = model()
+    net(x()).square().mean().backward()
+    with torch.profiler.profile(record_shapes=True) as profiled:
+        for _ in range(2):
+            net(x()).square().mean().backward()
+    file = tmp_path / "step.json"
+    profiled.export_chrome_trace(str(file))
+    events = on_gpu(json.loads(file.read_text())["traceEvents"], linked_by)
+    file.write_text(json.dumps({"traceEvents": events}))
+    plan = captured(fxremat.Trace(file, device="H100")).plan("100%")
+    matched = re.search(r"times of (\d+) of (\d+) ops, (\d+)% of all, are from step.json$", plan.assumed)
+    assert matched
+    assert int(matched[1]) >= 0.8 * int(matched[2])
+    assert 50 < int(matched[3]) <= 100
+    ops = [event for event in events if event.get("cat") == "cpu_op" and event["name"] == "aten::gelu"]
+    assert len(ops) == 2
+    (op,) = [op.index for op in plan.graph.ops if op.target == "aten.gelu.default"]
+    assert plan.costs.seconds[op] == pytest.approx(sum(map(kernel_of, ops)) * 1e-6)  # 2 kernels, mean of 2 steps
+    # an op that calls others has the kernels of all of them
+    pairs = zip(plan.graph.ops, plan.captured.nodes, strict=True)
+    (product,) = [op.index for op, node in pairs if _is_first_addmm(node)]
+    outer = [e for e in events if e.get("name") == "aten::addmm" and e["args"]["Input Dims"][1] == [16, 32]]
+    inner = [e for o in outer for e in events if e.get("cat") == "cpu_op" and _is_inside(e, o) and _calls_none(e, events)]
+    assert len(inner) > 2
+    assert plan.costs.seconds[product] == pytest.approx(sum(map(kernel_of, inner)) * 1e-6)
+
+
+def _is_inside(event: dict[str, Any], outer: dict[str, Any]) -> bool:
+    return bool(
+        event["tid"] == outer["tid"]
+        and outer["ts"] <= event["ts"]
+        and event["ts"] + event["dur"] <= outer["ts"] + outer["dur"]
+    )
+
+
+def _calls_none(event: dict[str, Any], events: list[dict[str, Any]]) -> bool:
+    ops = [other for other in events if other.get("cat") == "cpu_op" and other is not event]
+    return not any(_is_inside(other, event) for other in ops)
+
+
+def test_ops_that_a_model_runs_in_place_are_matched(tmp_path: Path) -> None:
+    file = trace(tmp_path, event("aten::tanh_", 0, 1000, 1, [[16, 32]]), event("aten::add", 5, 7, 2, [[3], [3]]))
+    plan = captured(fxremat.Trace(file)).plan("100%")
+    (op,) = [op.index for op in plan.graph.ops if op.target == "aten.tanh.default"]
+    assert plan.costs.seconds[op] == pytest.approx(1e-3)
+    assert plan.assumed.startswith("times of 1 of ")
+
+
+def test_kernels_that_no_op_launched_count_for_none(tmp_path: Path) -> None:
+    stray = event("stray", 100, 5000, 0, cat="kernel")
+    del stray["args"]["External id"]
+    without_id = event("aten::tanh", 0, 10, 1, [[16, 32]])
+    del without_id["args"]["External id"]
+    launched = event("tanh", 200, 30, 0, cat="kernel")
+    launched["args"] = {"correlation": 9}
+    launch = event("cudaLaunchKernel", 3, 1, 0, cat="cuda_runtime")
+    launch["args"] = {"correlation": 9}
+    file = trace(tmp_path, without_id, launch, stray, launched)
+    (seconds,) = fxremat.Trace(file).seconds["aten::tanh", ((16, 32),)]
+    assert seconds == pytest.approx(30e-6)
 
 
 def test_what_a_trace_lacks_is_estimated_on_its_scale(tmp_path: Path) -> None:
