@@ -20,14 +20,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from fxremat.errors import CaptureError
 from fxremat.graphs.captured import Captured, read_joint
 from fxremat.graphs.names import note_names, parameter_of
-from fxremat.graphs.nodes import NUMBERS, is_random, tangents_in, tensors_of
-from fxremat.graphs.symbolic import has_symbolic_sizes
+from fxremat.graphs.nodes import NUMBERS, SYMBOLS, is_random, tangents_in, tensors_of
 from fxremat.passes.collectives import start_and_wait
 from fxremat.passes.pipelines import PIPELINES, normalize
 from fxremat.passes.regions import inline_regions
 from fxremat.passes.without_mutation import without_mutation
 from fxremat.step.source import common_module
-from fxremat.torch_private import copied
+from fxremat.torch_private import copied, depends_on_data
 
 aten = torch.ops.aten
 
@@ -306,11 +305,8 @@ def _check(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if trouble := _trouble(node):
             raise CaptureError(f"{node.name} {trouble}")
-    if has_symbolic_sizes(graph):
-        raise CaptureError(
-            "the graph has symbolic sizes, and a plan in bytes is for fixed ones: trace it with dynamic=False, or "
-            'tracing_mode="fake"'
-        )
+        if trouble := _symbolic_trouble(node):
+            raise CaptureError(f"{node.name} {trouble}")
 
 
 def _trouble(node: fx.Node) -> str:
@@ -330,6 +326,28 @@ def _trouble(node: fx.Node) -> str:
             'make_fx(..., tracing_mode="fake")'
         )
     return ""
+
+
+def _symbolic_trouble(node: fx.Node) -> str:
+    """Return what is wrong with the sizes of a node's value; "" if they are fixed."""
+    value = node.meta.get("val")
+    numbers = [value] if isinstance(value, SYMBOLS) else []
+    for tensor in tensors_of(node):
+        if tensor is not None and tensor.layout is torch.strided:
+            numbers += [*tensor.shape, *tensor.stride(), tensor.storage_offset()]
+    symbols = [number for number in numbers if isinstance(number, SYMBOLS)]
+    if not symbols:
+        return ""
+    shown = f"[{', '.join(map(str, value.shape))}]" if isinstance(value, torch.Tensor) else str(value)
+    if any(map(depends_on_data, symbols)):
+        return (
+            f"({node.target}) has the size {shown}, which depends on data, so that its bytes are not known before it "
+            "runs: keep such ops out of the graph, or pad to a fixed size"
+        )
+    return (
+        f"({node.target}) has the symbolic size {shown}, and a plan in bytes is for fixed ones: trace the graph with "
+        'make_fx(..., tracing_mode="fake"), torch.compile(..., dynamic=False), or torch.export without dynamic_shapes'
+    )
 
 
 def _has_value(node: fx.Node) -> bool:

@@ -131,5 +131,18 @@ def test_symbolic_sizes_are_refused() -> None:
     graph = make_fx(lambda x: [x.sin().sum(), x.cos()], tracing_mode="symbolic")(torch.randn(5, 7))
     node = next(node for node in graph.graph.nodes if node.name == "cos")
     node.meta["partitioner_tag"] = "is_backward"
-    with pytest.raises(CaptureError, match="symbolic sizes"):
+    with pytest.raises(CaptureError, match=r"^x_1 \(x_1\) has the symbolic size \[s\d+, s\d+\], .* tracing_mode=\"fake\""):
         fxremat.capture(graph)
+
+
+def test_sizes_that_depend_on_data_are_refused() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(lambda x: [x.sum(), x[x > 0]], tracing_mode="symbolic")(torch.randn(5))
+    for node in graph.graph.nodes:
+        fixed = node.op == "placeholder" or not str(node.target).startswith(("aten.index", "aten.sym"))
+        if fixed and isinstance(node.meta.get("val"), Tensor):
+            with node.meta["val"].fake_mode:
+                node.meta["val"] = torch.empty([5] * node.meta["val"].dim())
+    with pytest.raises(CaptureError, match=r"^index \(aten.index.Tensor\) has the size \[u0\], which depends on data"):
+        step_pass("60%")(graph)
