@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.graphs.nodes import is_number
-from fxremat.graphs.nodes import attribute
+from fxremat.graphs.nodes import attribute, is_number
 from fxremat.graphs.overwriting import called
 
 aten = torch.ops.aten

@@ -144,14 +144,14 @@ def _kernels_of(ops: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, 
             continue
         given = event.get("args", {})
         launch = launches.get(given.get("correlation"), {})
-        place = by_id.get(given.get(ID), by_id.get(launch.get("args", {}).get(ID)))
-        if place is None and launch:
+        op: int | None = by_id.get(given.get(ID), by_id.get(launch.get("args", {}).get(ID)))
+        if op is None and launch:
             began = bisect_right(starts.get(_thread(launch), []), launch["ts"])
-            place = threads[_thread(launch)][began - 1] if began else None
-            while place is not None and _end(ops[place]) < launch["ts"]:
-                place = callers[place]
-        if place is not None:
-            found[place] += event["dur"]
+            op = threads[_thread(launch)][began - 1] if began else None
+            while op is not None and _end(ops[op]) < launch["ts"]:
+                op = callers[op]
+        if op is not None:
+            found[op] += event["dur"]
     for place in reversed(range(len(ops))):  # ops inside of another come after it
         if (caller := callers[place]) is not None:
             found[caller] += found[place]

@@ -35,7 +35,8 @@ def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:
     """Return the graphs that a higher-order op calls, such as the branches of a `cond`."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return []
-    found = [attribute(parent) for parent in node.all_input_nodes if parent.op == "get_attr" and "val" not in parent.meta]
+    named = [parent for parent in node.all_input_nodes if parent.op == "get_attr" and "val" not in parent.meta]
+    found = map(attribute, named)
     return [each for each in found if isinstance(each, fx.GraphModule)]
 
 

@@ -66,7 +66,7 @@ def _inline(call: fx.Node, region: fx.GraphModule, first: fx.Node) -> None:
     results: Any = fx.node.map_arg(region.graph.output_node().args[0], lambda node: made[node])
     for user in [*call.users]:
         assert user.target is operator.getitem
-        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
 
 

@@ -115,8 +115,7 @@ def _lie_alike(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _rewritten(node: fx.Node, bases: Sequence[fx.Node]) -> list[fx.Node]:
-    """Replace an in-place op by its functional form; return the nodes whose values those of the overwritten tensors are.
-    """
+    """Replace an in-place op by its functional form; return the nodes of the new values of the overwritten tensors."""
     overwritten, node.target = node.target, _functional(node.target)
     (base,) = bases[:1]
     if node.target is DRAWN and base.target is aten.empty_like.default and not base.kwargs:
@@ -187,7 +186,8 @@ def _without_functional_form(node: fx.Node) -> str:
         return "" if STATISTICS[node.target][0] is not None else "no form of it returns new running statistics"
     if launches_in_place(node):
         return "a Triton kernel writes to it"
-    overwritten = [place for place, each in enumerate(node.target._schema.arguments) if _is_written(each)]  # type: ignore[union-attr]
+    arguments: Any = node.target._schema.arguments  # type: ignore[union-attr]
+    overwritten = [place for place, each in enumerate(arguments) if _is_written(each)]
     if _functional(node.target) is None:
         return "PyTorch has no form of this op that returns a new value"
     return "" if overwritten == [0] else f"it overwrites {len(overwritten)} arguments at once"
@@ -199,8 +199,8 @@ def _is_written(argument: Any) -> bool:
 
 def _refusal(node: fx.Node, reason: str) -> str:
     return (
-        f"{node.name} ({node.target}) overwrites an argument, and a plan needs ops that do not; {reason}: compute a new "
-        "value instead, or trace the graph again under torch.func.functionalize, as docs/pass.md shows"
+        f"{node.name} ({node.target}) overwrites an argument, and a plan needs ops that do not; {reason}: compute a "
+        "new value instead, or trace the graph again under torch.func.functionalize, as docs/pass.md shows"
     )
 
 
@@ -260,7 +260,7 @@ def _described(node: fx.Node) -> Any:
 def _shared(
     node: fx.Node, bases: Sequence[fx.Node], before: Sequence[fx.Node], written: Mapping[fx.Node, fx.Node]
 ) -> dict[fx.Node, Shared]:
-    """Return the memory of each argument that an op overwrites, for those of which more than the argument is read later.
+    """Return the memory of the arguments that an op overwrites, where more than the argument is read later.
 
     Views that are made after the op show the new value, so they are no problem.
 

@@ -29,12 +29,13 @@ pytestmark = pytest.mark.usefixtures("torch_ready")
 
 QUICK = fxremat.Search(seconds=0.2, progress=False)
 TOO_SMALL = ("60%", "40%")  # budgets that are below the least of some of the small models
+ALL = ("100%", "60%", "40%", "min")
 EVERY_DAY = ("resnet", "experts")  # which take the least time
 cases = pytest.mark.parametrize(
     ("name", "budgets"),
     [
         *(pytest.param(name, ("60%", "min"), id=name) for name in EVERY_DAY),
-        *(pytest.param(name, ("100%", "60%", "40%", "min"), marks=pytest.mark.long, id=f"{name}, all") for name in NAMES),
+        *(pytest.param(name, ALL, marks=pytest.mark.long, id=f"{name}, all") for name in NAMES),
     ],
 )
 
@@ -70,7 +71,7 @@ def functions_of(text: str) -> dict[str, Any]:
 
 
 def opt(folder: Path, graph: fx.GraphModule, outputs: int | None, mem: str) -> dict[str, Any] | None:
-    """Plan a file by `fxremat opt`; return the functions of the file that it writes, None if the budget is too small."""
+    """Plan a file by `fxremat opt`; return the functions of the new file, None if the budget is too small."""
     given, planned = folder / "given.py", folder / "planned.py"
     given.write_text(to_text(graph, outputs))
     if main(["opt", str(given), "--mem", mem, "--effort", "0.2", "-o", str(planned)]) != 0:
@@ -117,7 +118,7 @@ def test_planned_text_has_the_bits_of_the_graph(name: str, budgets: tuple[str, .
 def state_of(module: fx.GraphModule) -> list[Any]:
     """All that a graph consists of: nodes, arguments, the very objects in their `meta`, attributes, and code."""
     nodes = [
-        (node, node.op, node.target, str(node.args), str(node.kwargs), [(key, id(value)) for key, value in node.meta.items()])
+        (node, node.op, node.target, str(node.args), str(node.kwargs), {key: id(node.meta[key]) for key in node.meta})
         for node in module.graph.nodes
     ]
     metas = [{key: str(value) for key, value in node.meta.items()} for node in module.graph.nodes]

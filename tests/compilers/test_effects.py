@@ -219,7 +219,7 @@ def two_rows_at_once(parameters: list[Tensor], x: Tensor) -> Any:
 
 
 REFUSED = {
-    as_integers: r"bitwise_and_ \(aten.bitwise_and_.Scalar\) .*; .*, in the memory that it overwrites, is read .* int32:",
+    as_integers: r"bitwise_and_ \(aten.bitwise_and_.Scalar\) .*, in the memory that it overwrites, is read .* int32:",
     fused: r"_fused_adam_ \(aten._fused_adam_.default\) overwrites .*; it overwrites 5 arguments at once: ",
     twice: r"_foreach_add_ \(aten._foreach_add_.Scalar\) .*; it overwrites one tensor more than once: .*functionalize",
     two_rows_at_once: r"_foreach_add_ .*; it overwrites two views of the same memory: ",

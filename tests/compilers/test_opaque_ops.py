@@ -198,7 +198,7 @@ def test_a_graph_in_a_graph_in_a_graph_is_written_and_read() -> None:
     assert to_text(read) == text
     for x in (torch.ones(8, 4), -torch.ones(8, 4), 0.1 * torch.ones(8, 4)):
         assert all(map(torch.equal, read(x), graph(x)))
-    with pytest.raises(fxremat.CaptureError, match="line [0-9]+ .*there is no function true_graph_9 before it"):
+    with pytest.raises(fxremat.CaptureError, match=r"line \d+ .*there is no function true_graph_9 before it"):
         from_text(text.replace("self.true_graph_0\n", "self.true_graph_9\n"))
 
 

@@ -109,16 +109,17 @@ def on_gpu(events: list[dict[str, Any]], linked_by: str) -> list[dict[str, Any]]
     ends = max(op["ts"] + op["dur"] for op in ops)
     found.append({"ph": "X", "cat": "gpu_user_annotation", "name": "step", "ts": ends, "dur": 1e9, "args": {}})
     for op in ops:
-        if any(op["ts"] <= other["ts"] and other["ts"] + other["dur"] <= op["ts"] + op["dur"] for other in ops if other is not op):
+        if not _calls_none(op, events):
             continue
         for _ in range(2):
-            number = len(found)
-            launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": op["pid"], "tid": op["tid"]}
-            launch |= {"ts": op["ts"] + op["dur"] / 2, "dur": op["dur"] / 4, "args": {"cbid": 211, "correlation": number}}
-            kernel = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": ends + number, "dur": kernel_of(op)}
-            kernel["args"] = {"device": 0, "stream": 7, "correlation": number}
+            args: dict[str, Any] = {"cbid": 211, "correlation": len(found)}
+            launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "args": args}
+            launch |= {"pid": op["pid"], "tid": op["tid"], "ts": op["ts"] + op["dur"] / 2, "dur": op["dur"] / 4}
+            of_kernel: dict[str, Any] = {"device": 0, "stream": 7, "correlation": len(found)}
+            kernel = {"ph": "X", "cat": "kernel", "name": "k", "args": of_kernel}
+            kernel |= {"pid": 0, "tid": 7, "ts": ends + len(found), "dur": kernel_of(op)}
             if linked_by != "time":
-                (kernel if linked_by == "id" else launch)["args"]["External id"] = op["args"]["External id"]  # type: ignore[index]
+                (of_kernel if linked_by == "id" else args)["External id"] = op["args"]["External id"]
             found += [launch, kernel]
     return found
 
@@ -150,9 +151,10 @@ def test_a_trace_of_steps_on_a_gpu_gives_the_seconds_of_kernels(tmp_path: Path, 
     assert plan.costs.seconds[op] == pytest.approx(sum(map(kernel_of, ops)) * 1e-6)  # 2 kernels, mean of 2 steps
     # an op that calls others has the kernels of all of them
     pairs = zip(plan.graph.ops, plan.captured.nodes, strict=True)
-    (product,) = [op.index for op, node in pairs if _is_first_addmm(node)]
+    (product,) = [one.index for one, node in pairs if _is_first_addmm(node)]
     outer = [e for e in events if e.get("name") == "aten::addmm" and e["args"]["Input Dims"][1] == [16, 32]]
-    inner = [e for o in outer for e in events if e.get("cat") == "cpu_op" and _is_inside(e, o) and _calls_none(e, events)]
+    ops = [event for event in events if event.get("cat") == "cpu_op"]
+    inner = [e for op in outer for e in ops if _is_inside(e, op) and _calls_none(e, events)]
     assert len(inner) > 2
     assert plan.costs.seconds[product] == pytest.approx(sum(map(kernel_of, inner)) * 1e-6)
 
