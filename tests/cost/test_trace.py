@@ -187,11 +187,13 @@ def test_kernels_that_no_op_launched_count_for_none(tmp_path: Path) -> None:
     del without_id["args"]["External id"]
     launched = event("tanh", 200, 30, 0, cat="kernel")
     launched["args"] = {"correlation": 9}
+    ended = event("aten::empty", 1, 1, 2, [[]])  # inside of the tanh, and over when that launches
     launch = event("cudaLaunchKernel", 3, 1, 0, cat="cuda_runtime")
     launch["args"] = {"correlation": 9}
-    file = trace(tmp_path, without_id, launch, stray, launched)
+    file = trace(tmp_path, without_id, ended, launch, stray, launched)
     (seconds,) = fxremat.Trace(file).seconds["aten::tanh", ((16, 32),)]
     assert seconds == pytest.approx(30e-6)
+    assert fxremat.Trace(file).seconds["aten::empty", ((),)] == [0.0]
 
 
 def test_what_a_trace_lacks_is_estimated_on_its_scale(tmp_path: Path) -> None:
