@@ -28,7 +28,7 @@ from fxremat.passes.lower import Handles
 from fxremat.planning.compiled import with_compiled_kernels
 from fxremat.planning.in_slices import Variants, fastest, variants_of, what_slices_buy
 from fxremat.planning.limits import Limit, limit_of
-from fxremat.planning.means import after_others, plan_by_means, with_kernels_among_means
+from fxremat.planning.means import of_least, plan_by_means, with_kernels_among_means, with_means
 from fxremat.planning.step import Step
 from fxremat.plans import Plan
 from fxremat.progress import bars, planning
@@ -63,7 +63,7 @@ def plan(step: Step, options: Options) -> Plan:
         else:
             made, used = op_by_op(step, options), options
         if options.tried:
-            made = after_others(made, options.tried)
+            made = with_means(made, options.tried, "weights on the host")
         if used.compiles:
             made = with_compiled_kernels(made, step, used)
             made = with_kernels_among_means(made) if options.chooses else made
@@ -96,8 +96,12 @@ def _least(step: Step, options: Options) -> Plan:
     try:
         return plan(step, replace(options, mem=1))
     except BudgetTooSmall as error:
-        least = error.minimum
-    return plan(step, replace(options, mem=least))
+        least, tried = error.minimum, error.means
+    options = replace(options, mem=least)
+    if not tried:
+        return plan(step, options)
+    alone, others = of_least(step, options, tried)
+    return with_means(plan(step, alone), others)
 
 
 def _saved(step: Step, options: Options) -> Plan | None:

@@ -12,7 +12,7 @@ time without recomputation that no other can be, the rest is not tried.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,11 +90,25 @@ def with_kernels_among_means(plan: Plan) -> Plan:
     return replace(plan, means=(*plan.means, kernels))
 
 
-def after_others(plan: Plan, tried: tuple[Means, ...]) -> Plan:
-    """Return a plan with weights on the host, which was made since none of `tried` fits, with all of these means."""
+def of_least(step: Step, options: Options, tried: Sequence[Means]) -> tuple[Options, tuple[Means, ...]]:
+    """Return the options of the means that needs least, after nothing fitted, and the means with that one as the last.
+
+    At its least budget no other that changes less fits.
+    """
+    least = min((means for means in tried if means.least is not None), key=lambda means: means.least or 0)
+    way = next(way for way in _ways(step, options) if way.name == least.name)
+    backend = options.inductor or "eager"  # what is captured stays
+    alone = replace(options, exact=None, backend=backend, **way.options)
+    return alone, (*(means for means in tried if means is not least), least)
+
+
+def with_means(plan: Plan, tried: Sequence[Means], name: str = "") -> Plan:
+    """Return a plan with the means that were tried before; the last of them, or one of this name, is the plan's."""
     slowdown = plan.predicted_time / max(1e-12, plan.keep_all_time)
-    chosen = Means(name="weights on the host", slowdown=slowdown, peak=plan.predicted_peak, chosen=True)
-    return replace(plan, means=(*tried, chosen))
+    before = tried if name else tried[:-1]
+    chosen = Means(name=name or tried[-1].name, slowdown=slowdown, peak=plan.predicted_peak, chosen=True)
+    made = replace(plan, means=(*before, chosen))
+    return with_kernels_among_means(made) if made.compiled or made.not_compiled else made
 
 
 def _ways(step: Step, options: Options) -> Iterator[_Way]:

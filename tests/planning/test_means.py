@@ -137,6 +137,8 @@ def test_slices_are_for_those_who_allow_rounding() -> None:
 def test_the_least_budget_is_that_of_all_means(step: Any) -> None:
     plan = step.plan("min", exact=True)
     assert plan.predicted_peak <= plan.budget == step.plan("min", offload=True).budget < step.least()
+    assert the_chosen(plan) == ["offloading"]
+    assert means_of(plan)["recomputing"].least == step.least()
 
 
 def test_compiled_kernels_are_among_the_means() -> None:
