@@ -114,14 +114,14 @@ def train_once_quietly(model: nn.Module, given: list[torch.Tensor]) -> object:
     return outputs
 
 
-@few(10)
+@few(4)
 @given(small_recipes, st.integers(0, 100), st.sampled_from([False, False, False, True]))
 @example(Recipe((Layer("batch_norm", 0, 0), Layer("dropout", 0, 0), Layer("cat", 0, 2)), 2, True), 0, False)
 def test_random_models_small(recipe: Recipe, share: int, twice: bool) -> None:
     check(recipe, share, twice=twice, search=QUICK)
 
 
-@few(5)
+@few(2)
 @given(small_recipes, st.integers(0, 100), st.sampled_from([False, False, False, True]))
 @example(Recipe((Layer("add", 0, 1), Layer("linear", 0, 0), Layer("add", 0, 1)), 0, False), 0, False)
 def test_random_models_with_trained_inputs_small(recipe: Recipe, share: int, twice: bool) -> None:
@@ -131,7 +131,7 @@ def test_random_models_with_trained_inputs_small(recipe: Recipe, share: int, twi
 @few(2)
 @given(small_recipes, st.integers(0, 100), st.sampled_from(["auto", "keep_all"]))
 def test_random_models_that_offload_small(recipe: Recipe, share: int, solver: str) -> None:
-    check(recipe, share, solver=solver, offload=True)
+    check(recipe, share, search=QUICK, solver=solver, offload=True)
 
 
 @pytest.mark.long

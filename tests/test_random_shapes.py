@@ -25,6 +25,7 @@ QUICK: dict[str, Any] = {"mem": "1GB", "search": Search(seconds=0.0, slots=100)}
 DIVIDED = {"view": 2, "images": 4}  # layers that bear some numbers of rows alone, and what divides those
 
 batch_sizes = st.lists(st.integers(2, 40), min_size=3, max_size=4, unique=True)
+two_sizes = st.lists(st.integers(2, 40), min_size=2, max_size=2, unique=True)
 
 
 def rows_of(recipe: Recipe, sizes: list[int]) -> list[int]:
@@ -95,9 +96,9 @@ def test_a_plan_does_not_tell_of_sizes_that_it_is_not_for() -> None:
     assert plan.at(x=(5, 6)).predicted_peak == plan.predicted_peak
 
 
-@few(2)
-@given(small_recipes, batch_sizes)
-@example(Recipe((Layer("tokens", 0, 0), Layer("images", 0, 0), Layer("attend", 0, 1)), 1, False), [3, 5, 2])
+@few(1)
+@given(small_recipes, two_sizes)
+@example(Recipe((Layer("tokens", 0, 0), Layer("images", 0, 0), Layer("attend", 0, 1)), 1, False), [3, 5])
 def test_random_models_at_random_sizes_small(recipe: Recipe, sizes: list[int]) -> None:
     check(recipe, sizes)
 

@@ -90,13 +90,13 @@ def check_cut(cut: Callable[..., Units], recipe: Recipe, share: int, **options: 
         check(recipe, share, backend=Inductor(random="eager", config=SETTINGS), **options)
 
 
-@few(4)
+@few(2)
 @given(small_recipes, st.integers(0, 100), st.integers(0, 1000), st.sampled_from([False, False, True]))
 def test_random_cuts_small(recipe: Recipe, share: int, seed: int, twice: bool) -> None:
     check_cut(at_random(seed), recipe, share, twice=twice, search=QUICK)
 
 
-@few(3)
+@few(2)
 @given(small_recipes, st.integers(0, 100), st.booleans(), st.booleans())
 def test_cuts_of_random_models_small(recipe: Recipe, share: int, blocks: bool, trained: bool) -> None:
     cut = (lambda program, *_: by_block(program)) if blocks else pointwise

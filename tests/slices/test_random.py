@@ -92,7 +92,7 @@ def test_a_sum_is_not_read_before_all_slices_have_run(share: int, inside: bool) 
 shares, at_most = st.sampled_from([0, 10, 30, 60]), st.sampled_from(MOST)
 
 
-@few(14)
+@few(6)
 @given(small_recipes, shares, at_most, st.booleans(), st.booleans())
 @example(Recipe((Layer("linear", 0, 0), Layer("relu", 0, 0)), 0, False), 0, 3, True, False)
 def test_random_models_in_slices_small(recipe: Recipe, share: int, most: int, inside: bool, trained: bool) -> None:
