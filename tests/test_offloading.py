@@ -30,7 +30,7 @@ from tests.training import Trace, differences, in_both_sizes, train
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
 EFFORT = {"small": 0.0, "full": 1.0}  # how good a plan is does not matter to what is promised
-PERCENT = {"small": (40, 80), "full": (25, 40, 60, 80, 100)}
+PERCENT = {"small": (60,), "full": (25, 40, 60, 80, 100)}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -65,11 +65,10 @@ def _runs(size: models.Size, name: str) -> Runs:
 
     effort = EFFORT[size]
 
-    def planned(**options: Any) -> fxremat.Plan:
-        return fxremat.plan(case.model(), case.batch(), mem="100%", search=Search(seconds=effort), **options)
-
-    minimum, alone = planned(offload=True).minimum, planned()
-    found = [_run(case, minimum, alone, effort)]
+    alone = fxremat.plan(case.model(), case.batch(), mem="100%", search=Search(seconds=effort))
+    found = [_run(case, "min", alone, effort)]
+    minimum = found[0].plan.minimum
+    assert found[0].plan.budget == minimum
     for percent in PERCENT[size]:
         with contextlib.suppress(fxremat.BudgetTooSmall):
             found.append(_run(case, f"{percent}%", alone, effort))
@@ -307,10 +306,10 @@ def test_an_estimate_needs_no_copies() -> None:
 @pytest.mark.parametrize(
     "solver",
     [
-        *("pofo", "vdnn"),
+        "pofo",
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in ("autocapper", "offload_greedy", "opportunist")
+            for name in ("autocapper", "offload_greedy", "opportunist", "vdnn")
         ),
     ],
 )
