@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("torch_ready")
 def test_a_second_budget_needs_no_second_survey(surveys: list[int]) -> None:
     plain = Deep()
     plain(*INPUTS).backward()
-    for mem in ("90%", "70%", "50%"):
+    for mem in ("90%", "50%"):
         model = Deep()
         model.load_state_dict(plain.state_dict())
         compiled = fxremat.compile(model, mem=mem, costs="estimate")
@@ -49,10 +49,11 @@ class Wide(Deep):
         return x.square().mean()
 
 
-def test_other_sizes_are_planned_from_the_programs_that_are_known(surveys: list[int]) -> None:
+@pytest.mark.parametrize("sizes", [(300,), pytest.param((200, 400), marks=pytest.mark.long)])
+def test_other_sizes_are_planned_from_the_programs_that_are_known(sizes: tuple[int, ...], surveys: list[int]) -> None:
     """Judged exactly: what is measured is what was predicted, and no slower than a survey's by more than a little."""
     fxremat.plan(Deep(), INPUTS, mem="50%", costs="estimate")
-    for rows in (200, 300, 400):
+    for rows in sizes:
         near = fxremat.plan(Deep(), (torch.ones(rows, 16),), mem="50%", costs="estimate")
         memory = live_bytes(near.program, near.costs.sizes)
         assert near.predicted_peak == memory.peak <= near.budget
@@ -75,7 +76,7 @@ def test_other_sizes_are_planned_from_the_programs_that_are_known(surveys: list[
 
 def test_a_plan_tells_of_other_budgets_and_captures_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = fxremat.plan(Deep(), INPUTS, mem="60%")
-    known = {mem: fxremat.plan(Deep(), INPUTS, mem=mem) for mem in ("45%", "80%", 1 << 30)}
+    known = {mem: fxremat.plan(Deep(), INPUTS, mem=mem) for mem in ("45%", 1 << 30)}
     monkeypatch.setattr("fxremat.api.drop_in", None)
     for mem, wanted in known.items():
         other = plan.within(mem)
@@ -103,7 +104,8 @@ def test_where_no_known_program_fits_the_model_is_surveyed_again(surveys: list[i
 
 
 @pytest.mark.usefixtures("surveys")
-def test_nothing_of_an_old_graph_is_kept() -> None:
+def test_nothing_of_an_old_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memo, "AT_MOST", 2)
     fxremat.plan(Deep(), INPUTS, mem="90%", costs="estimate")
     (kept,) = memo._latest.values()
     given, found = kept.given, [candidate for _, candidate in kept.found]
