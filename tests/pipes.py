@@ -237,7 +237,8 @@ def process(folder: Path, rank: int) -> None:
     model, inputs, target, loss_fn = MODELS[job.model]()
     pipe = fxremat.pipeline(
         model, inputs, mem=job.mem, devices=job.devices, microbatches=job.microbatches, loss_fn=loss_fn,
-        example_target=target, planner=by_hand(job) if job.by_hand else None, effort=1.0,
+        example_target=target, planner=by_hand(job) if job.by_hand else None,
+        effort=0.0 if job.by_hand else 1.0,
     )  # fmt: skip
     others = {name: weakref.ref(tensor) for name, tensor in model.named_parameters()}
     for name, _ in pipe.named_parameters():

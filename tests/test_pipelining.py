@@ -255,7 +255,7 @@ def _pipeline(model: nn.Module | None = None, **options: Any) -> fxremat.Pipelin
     plain, inputs, target, loss_fn = MODELS["gpt"]()
     settings: dict[str, Any] = {
         "mem": "1GiB", "devices": 2, "microbatches": 4, "loss_fn": loss_fn, "example_target": target,
-        "planner": by_hand(Job()),
+        "planner": by_hand(Job()), "effort": 0.0,
     }  # fmt: skip
     return fxremat.pipeline(model or plain, inputs, **settings | options)
 
