@@ -89,11 +89,16 @@ $(TITAN)/.fxremat-ready: pyproject.toml constraints-dev.txt constraints-torchtit
 	$(TITAN)/bin/python -m pip install --quiet --no-deps -r constraints-torchtitan.txt
 	touch $@
 
+# Files whose random tests draw a fifth of their examples every day.
+WIDE := tests/solvers tests/transfers/test_transfers.py tests/test_views.py tests/passes/test_program.py \
+  tests/passes/test_swap.py tests/search/test_refine.py tests/slices/test_body.py \
+  tests/slices/test_rules.py tests/test_training.py
+
 test-long: $(READY) browser pretended
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -c constraints-libraries.txt -e ".[dev,libraries,docs]"
 	$(PYTEST) -m long
 	$(MAKE) test-torchtitan
-	HYPOTHESIS_PROFILE=wide $(PYTEST) -n 2 tests/solvers tests/transfers/test_transfers.py tests/test_views.py
+	HYPOTHESIS_PROFILE=wide $(PYTEST) -n 2 $(WIDE)
 
 # Chromium, for the tests of the page of a plan: Debian's, where the machine has none.
 browser:

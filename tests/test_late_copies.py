@@ -104,7 +104,7 @@ def loss_of(outputs: Any) -> Tensor:
     return loss
 
 
-@few(3)
+@few(1)
 @given(small_recipes, st.integers(0, 100), st.sampled_from(["auto", "keep_all"]), st.integers(0, 1000))
 def test_random_models_small(recipe: Recipe, share: int, solver: str, seed: int) -> None:
     check(recipe, share, solver, seed)

@@ -17,6 +17,7 @@ from fxremat.transfers import clock
 from fxremat.transfers.weight_updates import best_within, resident_peak
 from fxremat.transfers.weights import hosted
 from tests.dags import Dag, Layer, Recipe, batch, capture, estimated, few, recipes
+from tests.draws import everyday
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -36,7 +37,7 @@ def made_up_units(joint: Captured, seed: int) -> list[ParameterUpdate]:
     ]
 
 
-@few(4)
+@few(everyday(20, least=2))
 @given(
     recipes,
     st.integers(0, 1 << 16),

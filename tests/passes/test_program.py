@@ -24,11 +24,12 @@ from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program, Role, rematerialize
 from fxremat.step.step_graph import StepGraph
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
+from tests.draws import everyday
 from tests.saved_steps import saved
 from tests.toys import FourLayers
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FEW = few(8)
+FEW = few(everyday(20, least=4))
 
 
 def chain_program(schedule: str, joint: StepGraph | None = None) -> Program:

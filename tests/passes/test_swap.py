@@ -23,6 +23,7 @@ from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.activations import cap, most_on_host, swap, trips, trips_of
 from fxremat.transfers.copies import need_of
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
+from tests.draws import everyday
 from tests.passes.test_program import graph_memory, saved_bytes, tangent_bytes
 from tests.saved_steps import VARIED, saved, surveyed
 from tests.toys import FourLayers
@@ -153,7 +154,7 @@ def test_impossible_transfers_are_refused(schedule: str, message: str) -> None:
 SHARES, SPEEDS = st.integers(0, 100), st.sampled_from([1e3, 1e9, 1e12])
 
 
-@few(30)
+@few(everyday(60))
 @given(st.sampled_from(VARIED), SHARES, SHARES, SPEEDS)
 def test_transfers_keep_the_budget_at_every_step(name: str, share: int, tight: int, speed: float) -> None:
     _swapped(surveyed(name), saved(name).costs, share, tight, speed)
@@ -180,7 +181,7 @@ def _swapped(
     return program, swapped
 
 
-@few(4)
+@few(everyday(20, least=2))
 @given(recipes, SHARES, SHARES, SPEEDS, st.booleans())
 def test_transfers_are_emitted_as_planned(recipe: Recipe, share: int, tight: int, speed: float, holds: bool) -> None:
     joint = replace(capture(Dag(recipe), *batch()), holds_gradients=holds)  # on some releases of PyTorch it does

@@ -30,6 +30,7 @@ from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Order, rematerialize
 from fxremat.step.step_graph import StepGraph
 from tests.dags import few
+from tests.draws import everyday
 from tests.saved_steps import RANDOM, saved
 from tests.test_planner import INPUTS, Deep
 
@@ -56,7 +57,7 @@ def searched(name: str, effort: float = 0.0) -> Searched:
 STEPS = st.sampled_from([*RANDOM, "gpt", "unet", "shared_pair", "overwriting"])
 
 
-@few(20)
+@few(everyday(40))
 @given(STEPS, st.integers(0, 2**32 - 1))
 def test_a_replay_is_exact_liveness(name: str, seed: int) -> None:
     """For the programs of schedules, and for any choice of recomputations."""
@@ -96,7 +97,7 @@ def _some(skeleton: Skeleton, rng: np.random.Generator, share: float) -> np.ndar
     return np.where(skeleton.tape.optional == 1, taken, 1).astype(np.uint8)
 
 
-@few(20)
+@few(everyday(40))
 @given(STEPS, st.integers(0, 100))
 def test_a_search_makes_no_program_worse(name: str, share: int) -> None:
     found = searched(name)
@@ -114,7 +115,7 @@ def test_a_search_makes_no_program_worse(name: str, share: int) -> None:
     assert time <= start.time + 1e-9
 
 
-@few(20)
+@few(everyday(40))
 @given(STEPS)
 def test_what_does_not_fit_is_made_smaller(name: str) -> None:
     found = searched(name)
@@ -191,7 +192,7 @@ def curve(frontier: Frontier) -> list[tuple[int, float]]:
     return [(candidate.peak, candidate.time) for candidate in frontier.candidates]
 
 
-@few(10)
+@few(everyday(20))
 @given(STEPS, st.lists(st.integers(0, 100), min_size=1, max_size=4))
 def test_more_memory_is_never_slower_whatever_was_asked_for_before(name: str, shares: list[int]) -> None:
     """The search up to a budget finds the same as the search of everything does for budgets up to there."""
@@ -250,7 +251,7 @@ def test_a_plan_says_that_it_was_refined() -> None:
     assert not coarse.chosen.refined
 
 
-@few(14)
+@few(everyday(25))
 @given(STEPS)
 def test_nothing_beats_the_lower_bound(name: str) -> None:
     """Neither a schedule, nor what the search makes of it; and where nothing fits, the bound says at most so."""

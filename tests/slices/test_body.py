@@ -17,6 +17,7 @@ from fxremat.slices.body import Region, Sliced
 from fxremat.slices.labels import SUM, axes
 from fxremat.slices.rules import shape_of, ways
 from tests.dags import few
+from tests.draws import everyday
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -89,7 +90,7 @@ def read_outside(node: fx.Node, steps: list[fx.Node]) -> bool:
     return not node.users or any(user not in steps for user in node.users)
 
 
-@few(60)
+@few(everyday(100))
 @given(
     st.lists(st.integers(2, 4), min_size=2, max_size=3),
     st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5),

@@ -19,12 +19,13 @@ from fxremat.slices.body import Region, Sliced
 from fxremat.slices.labels import SUM, WHOLE, Mark, Part, place
 from fxremat.slices.rules import Way, name_of, outputs_of, tensor_inputs, ways, why_not
 from fxremat.torch_private import torch_release
+from tests.draws import everyday
 from tests.slices.cases import CASES, FOR_A_GPU, HALF, NEVER, Case, aten, mask, real, whole
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
 PARTS = {2: (2,), 3: (2,), 5: (2, 3)}  # slices for so many rows, three for others; uneven ones for most
-LARGEST = 15  # rows of an axis, where a case does not say which to try
+LARGEST = everyday(15, least=6)  # rows of an axis, where a case does not say which to try
 UNSET = {"empty", "empty_like"}  # ops whose result may be any numbers
 
 
@@ -339,6 +340,7 @@ def dtensor_errs(case: Case) -> bool:
     return case.op is aten.select_backward.default and case.args[2] < 0
 
 
+@pytest.mark.long
 def test_dtensor_says_the_same() -> None:
     agreed, others = set[str](), list[str]()
     for case in CASES:

@@ -113,12 +113,12 @@ def test_the_second_phase_on_the_vectors_allocations_takes_as_long_as_they_say(
     assert buffered.tick <= found.tick * SLACK
 
 
-def refused_or_checked(job: Job) -> None:
+def refused_or_checked(job: Job, effort: float = 0.1) -> None:
     """A plan that keeps its promises and is no slower than the contiguous optimum, or a refusal that says why."""
     try:
-        plan = planned_and_checked(job)
+        plan = planned_and_checked(job, effort)
     except BudgetTooSmall as refusal:
-        planned_and_checked(job.with_memory(refusal.minimum))
+        planned_and_checked(job.with_memory(refusal.minimum), effort)
         with pytest.raises(BudgetTooSmall):
             best_partition(job.with_memory(refusal.minimum - 1))
         return
@@ -132,7 +132,7 @@ def refused_or_checked(job: Job) -> None:
 @few(everyday(60))
 @given(jobs(9, 4))
 def test_plans_hold_and_are_never_slower_than_the_best_contiguous_one(job: Job) -> None:
-    refused_or_checked(job)
+    refused_or_checked(job, effort=0.02)
 
 
 @pytest.mark.long
