@@ -85,8 +85,8 @@ def gradients_on_the_device(compiled: Any, optimizer: torch.optim.Optimizer) -> 
     return sum(p.grad.nbytes for p in parameters if p.grad is not None and p.grad.data_ptr() not in hosted)
 
 
-EVERY_DAY = {("accumulate", "AdamW", 0.0), ("accumulate", "momentum", 0.5), ("clip", "momentum", 0.0)}
-EVERY_DAY |= {("clip", "AdamW", 1.0), ("scale", "AdamW", 0.0), ("close", "AdamW", 0.0)}
+EVERY_DAY = {("accumulate", "momentum", 0.5), ("clip", "momentum", 0.0)}
+EVERY_DAY |= {("scale", "AdamW", 0.0), ("close", "AdamW", 0.0)}
 CASES = [
     pytest.param(*case, marks=() if case in EVERY_DAY else pytest.mark.long)
     for case in itertools.product(LOOPS, ("momentum", "AdamW"), (0.0, 0.5, 1.0))
@@ -103,7 +103,7 @@ def test_steps_are_those_of_plain_training(loop: str, kind: str, share: float) -
     most = 6 * sum(p.nbytes for p in plain.parameters())
     low = least(ours, make, batch, LATER)
     mem = int(low + share * (most - low))
-    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0.5), offload=LATER, optimizer=mine)
+    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0), offload=LATER, optimizer=mine)
     for seed in range(4):
         assert LOOPS[loop](model, mine, batch, seed) == LOOPS[loop](plain, theirs, batch, seed)
         for ours_, theirs_ in zip(model.parameters(), plain.parameters(), strict=True):
@@ -121,9 +121,9 @@ def test_every_part_of_a_step_is_within_the_budget(share: float) -> None:
     ours, batch = models.get("gpt", "small").model(), models.get("gpt", "small").batch()
     make = OPTIMIZERS["AdamW"]
     mine = make(ours)
-    low = 1.03 * least(ours, make, batch, LATER)  # searches of half a second find other leasts on a busy machine
+    low = 1.03 * least(ours, make, batch, LATER)
     mem = int(low + share * 4 * sum(p.nbytes for p in ours.parameters()))
-    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0.5), offload=LATER, optimizer=mine)
+    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0), offload=LATER, optimizer=mine)
     accumulate(model, mine, batch, 0)
     for _ in range(2):
         held = resident(model, mine) + gradients_on_the_device(model, mine)
@@ -142,7 +142,7 @@ def test_every_group_of_parameters_counts_with_its_own_settings() -> None:
     torch.manual_seed(0)
     ours = MLP(tied=False)
     mine, mem = make(ours), least(ours, make, (rows(),), LATER)
-    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0.5), offload=LATER, optimizer=mine)
+    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0), offload=LATER, optimizer=mine)
     accumulate(model, mine, (rows(),), 0)
     held = resident(model, mine) + gradients_on_the_device(model, mine)
     assert meter.peak_bytes(lambda: model(rows()).backward()) + held <= mem
@@ -156,7 +156,7 @@ def test_gradients_that_the_user_assigns_count() -> None:
     ours = copy.deepcopy(plain)
     theirs, mine = OPTIMIZERS["Adam"](plain), OPTIMIZERS["Adam"](ours)
     mem = least(ours, OPTIMIZERS["Adam"], (rows(),), LATER)
-    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0.5), offload=LATER, optimizer=mine)
+    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0), offload=LATER, optimizer=mine)
     for one, optimizer in ((model, mine), (plain, theirs)):
         torch.manual_seed(3)
         one(rows()).backward()
@@ -185,7 +185,7 @@ def pair(plain: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer], m
     ours = copy.deepcopy(plain)
     theirs, mine = make(plain), make(ours)
     mem = least(ours, make, (rows(),), LATER) if mem is None else mem
-    model: Any = fxremat.compile(ours, mem=mem, search=Search(seconds=0.5), offload=LATER, optimizer=mine)
+    model: Any = fxremat.compile(ours, mem=mem, search=Search(seconds=0), offload=LATER, optimizer=mine)
     return (model, mine), (plain, theirs)
 
 
@@ -262,7 +262,7 @@ def test_frozen_and_unused_parameters_stay_as_they_are() -> None:
     plain.blocks[1][0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
     ours = copy.deepcopy(plain)
     theirs, mine = OPTIMIZERS["AdamW"](plain), OPTIMIZERS["AdamW"](ours)
-    model = fxremat.compile(ours, mem="60%", search=Search(seconds=0.5), offload=LATER, optimizer=mine)
+    model = fxremat.compile(ours, mem="60%", search=Search(seconds=0), offload=LATER, optimizer=mine)
     for seed in range(2):
         assert clip(model, mine, (rows(),), seed) == clip(plain, theirs, (rows(),), seed)
     assert all(map(same, model.parameters(), plain.parameters()))
@@ -275,7 +275,7 @@ def test_a_fault_in_an_update_keeps_all_gradients(monkeypatch: pytest.MonkeyPatc
     mine = OPTIMIZERS["AdamW"](ours)
     mem = least(ours, OPTIMIZERS["AdamW"], (rows(),), LATER)
     offload = Offload(tier=tier, weights=True, activations=False, updates="step")
-    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0.5), offload=offload, optimizer=mine)
+    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0), offload=offload, optimizer=mine)
     clip(model, mine, (rows(),), 0)
     mine.zero_grad()
     model(rows()).backward()

@@ -108,7 +108,7 @@ def test_a_budget_below_the_weights_own_size() -> None:
     ours = copy.deepcopy(plain)
     theirs, mine = (OPTIMIZERS["AdamW"](model) for model in (plain, ours))
     mem = sum(p.nbytes for p in plain.parameters()) * 2 // 3
-    model = fxremat.compile(ours, mem=mem, search=Search(seconds=1), offload=HOSTED, optimizer=mine)
+    model = fxremat.compile(ours, mem=mem, search=Search(seconds=0), offload=HOSTED, optimizer=mine)
     for seed in range(3):
         assert step(model, mine, (rows(),), seed) == step(plain, theirs, (rows(),), seed)
     batch = rows()
@@ -122,7 +122,7 @@ def least(model: nn.Module, make: Make, batch: tuple[Tensor, ...], offload: Offl
         fxremat.compile(
             other,
             mem=1,
-            search=Search(seconds=1),
+            search=Search(seconds=0),
             offload=offload,
             optimizer=make(other),
             example_inputs=batch,
@@ -133,6 +133,7 @@ def least(model: nn.Module, make: Make, batch: tuple[Tensor, ...], offload: Offl
 def compiled(
     share: float, tier: FileTier | None = None, make: Make = OPTIMIZERS["AdamW"], limit: int | None = None
 ) -> Any:
+    """A longer search where the host is limited: what has to live there is what is looked at."""
     torch.manual_seed(0)
     model = MLP(tied=False)
     optimizer = make(model)
@@ -140,7 +141,7 @@ def compiled(
     return fxremat.compile(
         model,
         mem=int(share * size),
-        search=Search(seconds=1),
+        search=Search(seconds=0 if limit is None else 1),
         offload=Offload(tier=tier or FileTier(), limit=limit, weights=True, activations=False),
         optimizer=optimizer,
         example_inputs=rows(),
@@ -268,7 +269,7 @@ def test_a_share_is_of_all_that_the_step_keeps() -> None:
     for mem in ("100%", "40%"):
         model = MLP(tied=False)
         options = {"optimizer": OPTIMIZERS["AdamW"](model), "example_inputs": rows()}
-        plans.append(fxremat.compile(model, mem=mem, search=Search(seconds=1), offload=HOSTED, **options).plan)
+        plans.append(fxremat.compile(model, mem=mem, search=Search(seconds=0), offload=HOSTED, **options).plan)
     assert not plans[0].program.fetched
     assert plans[1].program.fetched
     assert plans[1].budget == pytest.approx(0.4 * plans[0].budget, abs=2)
@@ -423,7 +424,7 @@ def test_weights_and_activations_travel_together() -> None:
     theirs, mine = make(plain), make(ours)
     tier = FileTier()
     options = {"offload": Offload(tier=tier, weights=True), "optimizer": mine}
-    model = fxremat.compile(ours, mem=together, search=Search(seconds=1), **options)
+    model = fxremat.compile(ours, mem=together, search=Search(seconds=0), **options)
     for seed in range(4):
         assert step(model, mine, batch, seed) == step(plain, theirs, batch, seed)
     origins = {
