@@ -107,11 +107,10 @@ def test_joins_run_with_the_numbers_of_plain_pytorch(
     torch.manual_seed(0)
     plain = Pair(shared, count).train()
     batch = inputs(count)
-    offered = fxremat.plan(copy.deepcopy(plain), batch, mem="100%", search=Search(seconds=0))
-    smallest = offered.alternatives.candidates[-1]
+    compiled = fxremat.compile(copy.deepcopy(plain), mem="min", example_inputs=batch, search=Search(seconds=0))
+    assert compiled.plan.budget == compiled.plan.minimum
+    smallest = compiled.plan.alternatives.candidates[-1]
     assert smallest.join is not None
-    torch._dynamo.reset()
-    compiled = fxremat.compile(copy.deepcopy(plain), mem=offered.minimum, search=Search(seconds=0))
     results = []
     for model in (plain, compiled):
         torch.manual_seed(5)
@@ -130,6 +129,6 @@ def test_shared_batch_norms_are_run_again_in_towers() -> None:
     """A second run of a BatchNorm whose new statistics another call reads must not ask for them."""
     case = models.get("siamese", "small")
     plain = train(case.model(), case)
-    least = fxremat.plan(case.model(), case.batch(), mem="100%", search=Search(seconds=0)).minimum
-    torch._dynamo.reset()
-    assert differences(train(fxremat.compile(case.model(), mem=least, search=Search(seconds=0)), case), plain) == []
+    compiled = fxremat.compile(case.model(), mem="min", search=Search(seconds=0))
+    assert differences(train(compiled, case), plain) == []
+    assert compiled.plan.budget == compiled.plan.minimum

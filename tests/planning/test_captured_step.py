@@ -88,10 +88,11 @@ def test_the_least_budget_trains_with_the_same_bits() -> None:
 
 @pytest.mark.parametrize("options", [{"slices": True}, {"offload": True}], ids=str)
 def test_the_least_budget_with_other_options(options: dict[str, Any]) -> None:
-    plan = fxremat.plan(Deep(), (x,), mem="min", costs="estimate", **options, **QUICK)
+    step = fxremat.capture(Deep(), (x,), costs="estimate", **options, **QUICK)
+    plan = step.plan("min")
     assert plan.predicted_peak <= plan.budget
     with pytest.raises(fxremat.BudgetTooSmall):
-        fxremat.plan(Deep(), (x,), mem=plan.budget - 1, costs="estimate", **options, **QUICK)
+        step.plan(plan.budget - 1)
 
 
 def test_a_step_of_symbolic_sizes_has_plans_for_all(captures: list[object]) -> None:

@@ -80,9 +80,8 @@ def planned(name: str, mem: str | int, **options: object) -> Plan:
      *((name, {"costs": INSTANT}) for name in ("linear", "equal", "single"))],
 )  # fmt: skip
 def test_every_line_is_at_most_a_hundred_columns(name: str, options: dict[str, object]) -> None:
-    least = planned(name, "100%", **options).minimum
-    for mem in (least, "100%"):
-        plan = planned(name, mem, **options)
+    whole = planned(name, "100%", **options)
+    for plan in (whole, whole.within(whole.minimum)):
         for text in (str(plan), plan.describe(full=True)):
             assert max(map(len, text.splitlines())) <= 100
             assert all(word in text for word in ("budget", "predicted peak", "least budget", "schedule: "))
@@ -119,7 +118,7 @@ def test_alike_modules_share_a_line() -> None:
 
 def test_the_full_form_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(description, "_LINES", 6)
-    plan = planned("different", planned("different", "100%").minimum)
+    plan = planned("different", "min")
     short, full = str(plan), plan.describe(full=True)
     assert " ".join(full.split()).count(str(plan.schedule)) == 1
     assert len(full.splitlines()) > 20
