@@ -47,19 +47,16 @@ def run(path: Path, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_second_process_reads_the_cache(kernels: Path) -> None:
+def test_a_second_process_reads_the_cache_and_a_damaged_one_is_compiled_again_and_replaced(kernels: Path) -> None:
     assert run(kernels) == "[0, 2, 4] 0"
     assert run(kernels) == "[0, 2, 4] 1"
-
-
-@pytest.mark.parametrize(
-    ("suffix", "damage"), [("nbi", b"not a pickle"), ("nbi", b"truncated"), ("nbc", b"truncated")]
-)
-def test_a_damaged_cache_is_compiled_again_and_replaced(kernels: Path, suffix: str, damage: bytes) -> None:
-    run(kernels)
-    (file,) = kernels.parent.glob(f"__pycache__/*.{suffix}")
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if damage == b"truncated" else damage)
-    assert run(kernels) == "[0, 2, 4] 0"
+    for suffix, damage in (("nbi", b"not a pickle"), ("nbi", b"truncated"), ("nbc", b"truncated")):
+        (file,) = kernels.parent.glob(f"__pycache__/*.{suffix}")
+        damaged = file.read_bytes()[: file.stat().st_size // 2] if damage == b"truncated" else damage
+        file.write_bytes(damaged)
+        assert run(kernels) == "[0, 2, 4] 0"
+        assert [*kernels.parent.glob(f"__pycache__/*.{suffix}")] == [file]
+        assert file.stat().st_size > len(damaged), "it is replaced"
     assert run(kernels) == "[0, 2, 4] 1"
 
 
@@ -144,19 +141,21 @@ def test_every_kernel_is_compiled_through_it() -> None:
     assert others == []
 
 
-@pytest.mark.parametrize(
-    ("statement", "not_yet"),
-    [
-        ("import fxremat", {"torch", "numba", "scipy"}),
-        ("import fxremat; fxremat.solve", {"torch", "scipy.optimize", "scipy.sparse"}),
-        ("import fxremat.__main__", {"torch", "scipy.optimize"}),
-        ("import fxremat; fxremat.compile", {"scipy.optimize"}),
-    ],
-)
-def test_nothing_slow_is_imported_before_it_is_used(statement: str, not_yet: set[str]) -> None:
-    code = f"{statement}; import sys; print(*sorted({not_yet} & set(sys.modules)))"
+IMPORTED = [  # one after the other: a statement, and what is not imported then
+    ("import fxremat", {"torch", "numba", "scipy"}),
+    ("fxremat.solve", {"torch", "scipy.optimize", "scipy.sparse"}),
+    ("import fxremat.__main__", {"torch", "scipy.optimize"}),
+    ("fxremat.compile", {"scipy.optimize"}),
+]
+
+
+def test_nothing_slow_is_imported_before_it_is_used() -> None:
+    """All in one process: what an earlier statement imports, a later one is held to as well."""
+    looks = [f"{each}; print({each!r}, *sorted({not_yet} & set(sys.modules)))" for each, not_yet in IMPORTED]
+    code = "; ".join(["import sys", *looks])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [each for each, _ in IMPORTED]
 
 
 def test_the_clock_of_solvers_stands_still_while_kernels_are_compiled() -> None:
