@@ -27,7 +27,10 @@ PAD = 0
 
 
 def llama() -> Any:
+    """One layer of it."""
     model = libraries.get("llama", "small").model()
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.0  # with which another kernel computes
     return model
@@ -63,7 +66,7 @@ def compare(make: Callable[[], Any], *batches: dict[str, Tensor], autocast: bool
     return compiled
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_calls_with_and_without_padding_have_the_bits_of_eager_mode(autocast: bool) -> None:
     compiled = compare(llama, tokens(), tokens(padded=5), tokens(), tokens(padded=3), autocast=autocast)
     assert masked_in_graphs(compiled) == [False, True]
@@ -111,7 +114,10 @@ class ConvertedMask(OwnMask):
         return attention_mask.to(torch.bool)[:, :].contiguous()
 
 
-@pytest.mark.parametrize(("kind", "masked"), [(OwnMask, True), (WrittenMask, True), (ConvertedMask, False)])
+@pytest.mark.parametrize(
+    ("kind", "masked"),
+    [pytest.param(OwnMask, True, marks=pytest.mark.long), (WrittenMask, True), (ConvertedMask, False)],
+)
 def test_a_mask_that_the_model_computes_is_not_taken_for_the_one_it_was_given(
     kind: type[OwnMask], masked: bool
 ) -> None:
