@@ -37,7 +37,7 @@ def made_up_units(joint: Captured, seed: int) -> list[ParameterUpdate]:
     ]
 
 
-@few(everyday(20, least=2))
+@few(everyday(10, least=2))
 @given(
     recipes,
     st.integers(0, 1 << 16),

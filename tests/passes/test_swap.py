@@ -181,7 +181,7 @@ def _swapped(
     return program, swapped
 
 
-@few(everyday(20, least=2))
+@few(everyday(10, least=2))
 @given(recipes, SHARES, SHARES, SPEEDS, st.booleans())
 def test_transfers_are_emitted_as_planned(recipe: Recipe, share: int, tight: int, speed: float, holds: bool) -> None:
     joint = replace(capture(Dag(recipe), *batch()), holds_gradients=holds)  # on some releases of PyTorch it does
