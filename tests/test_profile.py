@@ -117,7 +117,7 @@ def test_changes_are_worth_it_and_sorted_by_what_they_save(name: str) -> None:
         assert change.saved == profile.peak - change.peak
 
 
-@pytest.mark.parametrize("name", ["words", "both", "deep"])
+@pytest.mark.parametrize("name", ["words", "deep", pytest.param("both", marks=pytest.mark.long)])
 def test_advice_does_what_it_says(name: str) -> None:
     model, inputs, profile = profiled(name)
     assert profile.changes

@@ -64,7 +64,7 @@ def assert_same(ours: Any, plain: Any) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.long),
         pytest.param({"bf16": True}, marks=pytest.mark.long),
         pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.long),
         {"eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": 0.01},

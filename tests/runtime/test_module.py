@@ -273,7 +273,7 @@ def test_a_recurrent_use_of_one_graph_is_no_second_part() -> None:
 # --- autograd ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("before", [0, 2, pytest.param(1, marks=pytest.mark.long)])
 def test_retain_graph_after_ordinary_steps(before: int) -> None:
     def body(model: nn.Module, x: Tensor) -> None:
         for _ in range(before):
@@ -299,7 +299,7 @@ class Heads(nn.Module):
         return [head(shared).square().mean() for head in self.heads]
 
 
-@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("used", [(0,), *(pytest.param(used, marks=pytest.mark.long) for used in ((1,), (0, 1)))])
 def test_what_only_unused_outputs_depend_on_gets_no_gradient(used: tuple[int, ...]) -> None:
     def body(model: nn.Module, x: Tensor) -> Any:
         outputs = model(x)

@@ -143,7 +143,7 @@ def without_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "CPU_BATCH_NORM", {})
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_what_the_walk_observed_is_traced_again(
     dynamic: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -117,7 +117,9 @@ def peak_of(model: nn.Module, x: Tensor) -> int:
     return meter.peak_bytes(step)
 
 
-@pytest.mark.parametrize("between", [as_it_is, early, clamped, selected])
+@pytest.mark.parametrize(
+    "between", [as_it_is, early, *(pytest.param(way, marks=pytest.mark.long) for way in (clamped, selected))]
+)
 def test_every_step_has_the_bits_of_plain_training(between: Callable[..., Any]) -> None:
     ours, plain = twins(between, mem="70%" if between is as_it_is else "100%")
     for seed in range(6):
@@ -584,7 +586,7 @@ def take_paths(depths: list[int], mem: str) -> None:
 DEPTHS = st.lists(st.integers(1, 4), min_size=2, max_size=6)
 
 
-@few(7)
+@few(3)
 @given(DEPTHS, st.sampled_from(["min", "100%"]))
 def test_paths_that_no_step_took_before_small(depths: list[int], mem: str) -> None:
     take_paths(depths, mem)

@@ -80,7 +80,7 @@ def most_allocated(snapshot: dict[str, Any]) -> int:
     return most
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_page_and_snapshot_have_the_planned_peak(early: bool, tmp_path: Path) -> None:
     plan = planned(early)
     assert max(moment.peak for moment in plan.moments) == plan.predicted_peak <= plan.budget
