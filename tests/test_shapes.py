@@ -81,9 +81,10 @@ def peak_of_step(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ("Llama", "BERT", "padded GPT"))) for name in KINDS]
-)
+TEXT = ("GPT", "Llama", "BERT", "padded GPT")  # other tests train a GPT of a few sizes every day
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in TEXT)) for name in KINDS])
 def test_twelve_sizes_of_one_capture(name: str, captures: list[object], planned: list[str]) -> None:
     kind = KINDS[name]
     torch.manual_seed(0)
@@ -121,10 +122,10 @@ OTHER_ORDERS = [pytest.param(order, marks=pytest.mark.long) for order in ((0, 1,
 def test_backwards_of_several_sizes_run_in_any_order(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sized, "AT_MOST", 1)  # programs are emitted again for their backwards
     torch.manual_seed(0)
-    plain = gpt()
+    plain = gpt(1)
     model = copy.deepcopy(plain)
     everything = fxremat.plan(model, text((8, 128)), mem="100%", **QUICK).keep_all_peak
-    compiled = fxremat.compile(model, mem=int(0.5 * everything), dynamic=True, **QUICK)
+    compiled = fxremat.compile(model, mem=int(0.8 * everything), dynamic=True, **QUICK)
     batches = [text((8, 100)), text((2, 20)), text((8, 128))]
 
     def run(call: nn.Module, own: nn.Module) -> list[dict[str, Tensor | None]]:
@@ -144,7 +145,7 @@ def test_backwards_of_several_sizes_run_in_any_order(order: tuple[int, ...], mon
 
 def test_a_plan_made_between_a_forward_and_its_backward_changes_nothing(planned: list[str]) -> None:
     torch.manual_seed(0)
-    plain = gpt()
+    plain = gpt(1)
     model = copy.deepcopy(plain)
     least = fxremat.plan(model, text((4, 32)), mem="100%", **QUICK).minimum
     compiled = fxremat.compile(model, mem=4 * least, dynamic=True, **QUICK)
@@ -199,20 +200,20 @@ def test_a_size_that_cannot_fit_is_named_before_anything_ran() -> None:
 
 
 def test_percent_refers_to_the_largest_size() -> None:
-    compiled = fxremat.compile(gpt(), mem="50%", dynamic=RANGES, costs="cpu", **QUICK)
+    compiled = fxremat.compile(gpt(1), mem="80%", dynamic=RANGES, costs="cpu", **QUICK)
     compiled(**text((4, 32)))
-    largest = fxremat.plan(gpt(), text((8, 128)), mem="50%", costs="cpu", **QUICK)
+    largest = fxremat.plan(gpt(1), text((8, 128)), mem="80%", costs="cpu", **QUICK)
     assert compiled.plan is not None
     assert compiled.plan.budget == pytest.approx(largest.budget, rel=0.01)
     compiled(**text((8, 100)))
     assert compiled.plan.budget == pytest.approx(largest.budget, rel=0.01)
     compiled(**text((8, 160)))  # above the range, which grows by half
-    grown = fxremat.plan(gpt(), text((8, 240)), mem="50%", costs="cpu", **QUICK)
+    grown = fxremat.plan(gpt(1), text((8, 240)), mem="80%", costs="cpu", **QUICK)
     assert compiled.plan.budget == pytest.approx(grown.budget, rel=0.01)
 
 
 def test_ranges_that_torch_is_told_of(captures: list[object]) -> None:
-    compiled = fxremat.compile(gpt(), mem="50%", costs="cpu", **QUICK)
+    compiled = fxremat.compile(gpt(1), mem="80%", costs="cpu", **QUICK)
 
     def marked(size: tuple[int, int]) -> dict[str, Tensor]:
         batch = text(size)
@@ -220,7 +221,7 @@ def test_ranges_that_torch_is_told_of(captures: list[object]) -> None:
             torch._dynamo.mark_dynamic(tensor, 1, min=16, max=128)
         return batch
 
-    largest = fxremat.plan(gpt(), text((8, 128)), mem="50%", costs="cpu", **QUICK)
+    largest = fxremat.plan(gpt(1), text((8, 128)), mem="80%", costs="cpu", **QUICK)
     captures.clear()
     for length in (32, 100):
         compiled(**marked((8, length)))
@@ -233,21 +234,18 @@ def test_ranges_that_torch_is_told_of(captures: list[object]) -> None:
 
 
 def test_a_plan_tells_of_other_sizes() -> None:
-    compiled = fxremat.compile(gpt(), mem="30MB", dynamic=True, **QUICK)
+    compiled = fxremat.compile(gpt(1), mem="30MB", dynamic=True, **QUICK)
     compiled(**text((4, 32)))
     plan = compiled.plan
     assert plan is not None
     assert "tokens[1] = 32" in str(plan)
-    for sizes_, wanted in (
-        ({"tokens": 100}, (4, 100)),
-        ({"tokens": (8, 64)}, (8, 64)),
-        ({"tokens": {0: 6}}, (6, 32)),
-        ({}, (4, 32)),
-    ):
-        there = plan.at(**sizes_)
-        fixed = fxremat.plan(gpt(), text(wanted), mem="30MB", dynamic=False, **QUICK)
+    fixed = fxremat.plan(gpt(1), text((6, 100)), mem="30MB", dynamic=False, **QUICK)
+    for there in (plan.at(tokens=(6, 100)), plan.at(tokens={0: 6}).at(tokens=100)):
         assert there.keep_all_peak == fixed.keep_all_peak
         assert there.predicted_peak == fixed.predicted_peak
+    for some, all_ in (({"tokens": 100}, (4, 100)), ({"tokens": {0: 6}}, (6, 32)), ({}, (4, 32))):
+        assert plan.at(**some).keep_all_peak == plan.at(tokens=all_).keep_all_peak
+    assert plan.at().predicted_peak == plan.predicted_peak
     with pytest.raises(fxremat.FxrematError, match="no size of 'token' is symbolic in this plan; those of tokens"):
         plan.at(token=3)
     for wrong in (1, "3", (4,), {2: 5}, True, {}):
@@ -263,9 +261,9 @@ def test_sizes_are_fixed_until_another_comes(captures: list[object]) -> None:
         compiled(rows(count))
     assert len(captures) == 2
     _, fixed = compiled_stack(dynamic=False)
-    for count in (8, 8, 9, 10, 8, 20):
+    for count in (8, 8, 9, 8, 10):
         fixed(rows(count))
-    assert len(captures) == 2 + 4
+    assert len(captures) == 2 + 3
 
 
 class Sparse(nn.Module):

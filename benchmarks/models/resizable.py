@@ -31,9 +31,9 @@ class ConvNet(nn.Module):
         return F.cross_entropy(self.head(features), labels)
 
 
-def gpt() -> nn.Module:
+def gpt(layers: int = 2) -> nn.Module:
     """A GPT for lengths up to 256."""
-    return GPT(Shape(layers=2, width=32, heads=2, vocabulary=WORDS, batch=8, tokens=256))
+    return GPT(Shape(layers=layers, width=32, heads=2, vocabulary=WORDS, batch=8, tokens=256))
 
 
 def of_transformers(name: str) -> nn.Module:
