@@ -1,7 +1,7 @@
 """Models whose parameters ranks share train as FSDP2 and DistributedDataParallel train them, bit for bit, in a budget.
 
-What is tried every day is one job of processes, but for errors that end one, and every other test is one or two: it
-takes seconds until a job has started.
+What is tried every day is one job of processes, and every other test is one or two: it takes seconds until a job has
+started.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def random_layers() -> nn.Module:
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Sequence[Any]], Any, Sequence[tuple[int, int]]]] = {
     "layers": (random_layers, lambda size: batch(0, size[0]), (12, 0), ((20, 0),)),
     "gpt": (lambda: gpt(1), lambda size: [*text(size).values()], (4, 32), ((3, 50),)),
-    "conv": (ConvNet, lambda size: [*pictures(size).values()], (4, 16), ((2, 9), (3, 24))),
+    "conv": (ConvNet, lambda size: [*pictures(size).values()], (4, 16), ((2, 9),)),
 }
 
 
