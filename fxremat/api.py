@@ -218,10 +218,16 @@ def _plan(model: nn.Module, call: Call, **options: Any) -> Plan:
         with with_fakes(model, call, settings) as inputs:
             return _capture(model, inputs, settings).plan()
     except BudgetTooSmall as error:
-        if (hosted := settings.with_weights_on_host(error.means)) is None:
+        if (hosted := settings.with_weights_on_host(error.means, model.parameters())) is None:
             raise
-    with with_fakes(model, call, hosted) as inputs:
-        return _capture(model, inputs, hosted).plan()
+        small = error
+    try:
+        with with_fakes(model, call, hosted) as inputs:
+            return _capture(model, inputs, hosted).plan()
+    except BudgetTooSmall:
+        raise
+    except FxrematError as refused:
+        raise small.without_weights(refused) from None
 
 
 def _capture(model: nn.Module, call: Call, settings: Options) -> CapturedStep:

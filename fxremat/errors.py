@@ -55,7 +55,7 @@ class BudgetTooSmall(FxrematError):
 
         Fields that are None or "" keep their values.
         """
-        return BudgetTooSmall(
+        made = BudgetTooSmall(
             self.minimum,
             self.budget,
             self.unit,
@@ -64,6 +64,12 @@ class BudgetTooSmall(FxrematError):
             self.whole if whole is None else whole,
             reason or self.reason,
         )
+        return made.of_means(self.means)
+
+    def without_weights(self, reason: object) -> BudgetTooSmall:
+        """Return this error with the reason why parameters cannot live on the host either."""
+        note = "; ".join(filter(None, [self.note, f"weights on the host: not possible, as {reason}"]))
+        return self.explained(note=note)
 
     def of_means(self, means: Iterable[Any]) -> BudgetTooSmall:
         """Return this error, with the means that the planner tried."""

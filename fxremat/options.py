@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any, TypedDict
@@ -170,6 +170,8 @@ class Options:
     division: Division | None = field(default=None, repr=False)
     # the means that were tried before weights may be on the host. Set internally.
     tried: tuple[Means, ...] = field(default=(), repr=False)
+    # True: the captured graph is for PyTorch's kernels, so that none can be compiled. Set internally.
+    as_captured: bool = field(default=False, repr=False)
     # True: plan without anything remembered in this process. Set internally.
     pure: bool = field(default=False, repr=False)
     budget: Budget = field(init=False, repr=False)  # the parsed `mem`
@@ -354,13 +356,20 @@ class Options:
         """Return a copy with only those means that the user has named, for models that are several graphs."""
         return replace(self, exact=None, backend=self.backend or "eager") if self.chooses else self
 
-    def with_weights_on_host(self, tried: tuple[Means, ...]) -> Options | None:
+    def with_weights_on_host(
+        self, tried: tuple[Means, ...], parameters: Iterable[torch.Tensor]
+    ) -> Options | None:
         """Return the options by which parameters may live on the host after all else failed; None if they may not.
 
         Args:
             tried: the means that failed.
+            parameters: those of the model.
         """
         if not self.may_offload or self.device_mem is None or not isinstance(self.optimizer, torch.optim.Optimizer):
+            return None
+        own = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        if not any(id(parameter) in own for parameter in parameters):
+            log.info("parameters cannot live on the host: none of the optimizer's is one of the model's")
             return None
         hosted = Offload(weights=True, updates="step")
         try:
@@ -379,6 +388,7 @@ class Options:
     def _chosen_inductor(self) -> Inductor | None:
         """Return how the planner may compile groups of ops; None if it may not. Dropout draws as in eager PyTorch."""
         plain = self.plan is None and self.measures and not (self.hosts_weights or self.counts_reserved)
+        plain = plain and not self.as_captured
         return Inductor(random="eager") if self.exact is False and plain and not self.offloads_by_chain else None
 
     def _budget(self) -> Budget:
@@ -487,8 +497,10 @@ class Options:
             raise InvalidBudget('count="reserved" goes with bytes, as in mem="4GiB", "min" or "auto", not with percent')
 
 
-HIDDEN = ("loss_seen", "strict", "pure", "division", "tried")  # fields that are set internally, not by users
+# fields that are set internally, not by users
+HIDDEN = ("loss_seen", "strict", "as_captured", "pure", "division", "tried")
 NAMES = tuple(field.name for field in fields(Options) if field.init and field.name not in HIDDEN)
+DECIDING_ON_KERNELS = ("exact", "costs", "count", "offload", "solver")  # where `backend` is None: see `exact`
 RENAMED = {  # option of an earlier version -> what to write now
     "cost": 'costs="estimate"',
     "device": 'costs="H100"; for several devices, fxremat.compare(model, inputs, ["A100", "H100"], mem=...)',
@@ -527,14 +539,15 @@ def changed_options(options: Options, mem: int | str | None, **changed: Any) -> 
     """
     for name in changed:
         check_name(name)
-    if "exact" in changed:  # what is captured stays
-        changed.setdefault("backend", options.inductor or "eager")
+    stays: dict[str, Any] = {"plan": None, "strict": None, "as_captured": not options.compiles}
     if mem is None:
-        made = replace(options, plan=None, strict=None, **changed)
+        made = replace(options, **stays, **changed)
     else:
-        made = replace(options, plan=None, strict=None, mem=mem, **{"device_mem": None, "division": None} | changed)
-    for name, value in made.of_capture.items():
-        if value != options.of_capture[name]:
+        made = replace(options, **stays, mem=mem, **{"device_mem": None, "division": None} | changed)
+    for setting, value in made.of_capture.items():
+        if value != options.of_capture[setting]:
+            # whether kernels are compiled may follow from other options
+            name = next((given for given in (setting, *DECIDING_ON_KERNELS) if given in changed), setting)
             was, given = shortened(getattr(options, name)), shortened(getattr(made, name))
             raise FxrematError(
                 f"{name}={given} changes what is captured, and this step was captured with {name}={was}: capture it "

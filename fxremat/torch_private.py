@@ -813,6 +813,28 @@ def mark_dynamic(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
             torch._dynamo.maybe_mark_dynamic(tensor, dimension)
 
 
+@contextlib.contextmanager
+def sizes_unmarked(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within this context, dynamo takes the sizes of these tensors as fixed, even where someone marked them as dynamic.
+
+    The marks are attributes of the tensors (torch 2.11, 2.13): `_dynamo_dynamic_indices` and others, and
+    `_has_dynamo_dim_marking`.
+    """
+    marks = [(vars(tensor), name, vars(tensor)[name]) for tensor in tensors for name in _marks_of(tensor)]
+    for attributes, name, _ in marks:
+        del attributes[name]
+    try:
+        yield
+    finally:
+        for attributes, name, value in marks:
+            attributes.setdefault(name, value)
+
+
+def _marks_of(tensor: torch.Tensor) -> list[str]:
+    names = [name for name in vars(tensor) if name.startswith(("_dynamo_", "_has_dynamo_"))]
+    return [name for name in names if "dynamic" in name or "unbacked" in name or "marking" in name]
+
+
 def planning_error(error: BaseException) -> FxrematError | None:
     """Return the error of fxremat inside of dynamo's `BackendCompilerFailed` (torch 2.11, 2.13), or None."""
     inner = getattr(error, "inner_exception", None)

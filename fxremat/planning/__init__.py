@@ -28,7 +28,13 @@ from fxremat.passes.lower import Handles
 from fxremat.planning.compiled import with_compiled_kernels
 from fxremat.planning.in_slices import Variants, fastest, variants_of, what_slices_buy
 from fxremat.planning.limits import Limit, limit_of
-from fxremat.planning.means import of_least, plan_by_means, with_kernels_among_means, with_means
+from fxremat.planning.means import (
+    of_least,
+    plan_after_others,
+    plan_by_means,
+    with_kernels_among_means,
+    with_means,
+)
 from fxremat.planning.step import Step
 from fxremat.plans import Plan
 from fxremat.progress import bars, planning
@@ -51,6 +57,8 @@ def plan(step: Step, options: Options) -> Plan:
         options = replace(options, backend="eager")
     if options.plan is not None and options.loss_seen is None and (saved := _saved(step, options)) is not None:
         return saved
+    if options.plan is not None and options.chooses:  # the step was captured to run a saved plan
+        options = replace(options, plan=None, strict=None, as_captured=True)
     if isinstance(options.budget, Least):
         return _least(step, options)
     kernels.ready()  # waits for the numba compilers in other processes, which would disturb the measurements below
@@ -60,10 +68,10 @@ def plan(step: Step, options: Options) -> Plan:
         op_by_op = partial(_op_by_op, limit=limit)
         if options.chooses:
             made, used = plan_by_means(step, options, op_by_op)
+        elif options.tried:
+            made, used = plan_after_others(step, options, op_by_op), options
         else:
             made, used = op_by_op(step, options), options
-        if options.tried:
-            made = with_means(made, options.tried, "weights on the host")
         if used.compiles:
             made = with_compiled_kernels(made, step, used)
             made = with_kernels_among_means(made) if options.chooses else made

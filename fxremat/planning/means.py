@@ -22,7 +22,7 @@ from fxremat.planned_step import Means
 from fxremat.planning.step import Step
 from fxremat.plans import Plan
 from fxremat.transfers.network import communicates
-from fxremat.units import shortened
+from fxremat.units import format_bytes, shortened
 
 log = logging.getLogger(__name__)
 
@@ -102,13 +102,51 @@ def of_least(step: Step, options: Options, tried: Sequence[Means]) -> tuple[Opti
     return alone, (*(means for means in tried if means is not least), least)
 
 
-def with_means(plan: Plan, tried: Sequence[Means], name: str = "") -> Plan:
-    """Return a plan with the means that were tried before; the last of them, or one of this name, is the plan's."""
+def with_means(plan: Plan, tried: Sequence[Means]) -> Plan:
+    """Return a plan with the means that were tried before; the last of them is the plan's."""
     slowdown = plan.predicted_time / max(1e-12, plan.keep_all_time)
-    before = tried if name else tried[:-1]
-    chosen = Means(name=name or tried[-1].name, slowdown=slowdown, peak=plan.predicted_peak, chosen=True)
-    made = replace(plan, means=(*before, chosen))
+    chosen = Means(name=tried[-1].name, slowdown=slowdown, peak=plan.predicted_peak, chosen=True)
+    made = replace(plan, means=(*tried[:-1], chosen))
     return with_kernels_among_means(made) if made.compiled or made.not_compiled else made
+
+
+def plan_after_others(step: Step, options: Options, plan: Callable[[Step, Options], Plan]) -> Plan:
+    """Plan with weights on the host, since none of the means that were tried fits; the plan names all of them.
+
+    Raises:
+        BudgetTooSmall: this does not fit either; the error tells what each means would need.
+    """
+    name = "weights on the host"
+    try:
+        made = plan(step, options)
+    except BudgetTooSmall as error:
+        tried = [*options.tried, Means(name=name, least=error.minimum)]
+        raise error.explained(note=_told(error.note, tried, options)).of_means(tried) from None
+    slowdown = made.predicted_time / max(1e-12, made.keep_all_time)
+    chosen = Means(name=name, slowdown=slowdown, peak=made.predicted_peak, chosen=True)
+    return replace(made, means=(*options.tried, chosen))
+
+
+def with_means_of(other: Plan, plan: Plan) -> Plan:
+    """Return a plan with the means of a plan for other sizes; sizes change only where a single means is allowed."""
+    slowdown = plan.predicted_time / max(1e-12, plan.keep_all_time)
+    return replace(
+        plan,
+        means=tuple(
+            replace(means, slowdown=slowdown, peak=plan.predicted_peak) if means.chosen else means
+            for means in other.means
+        ),
+    )
+
+
+def seen_before(tried: tuple[Means, ...]) -> tuple[Means, ...]:
+    """Return the means that did not fit at a call as later plans name them, which may be for inputs of other sizes."""
+    return tuple(
+        means
+        if means.least is None
+        else Means(name=means.name, why_not=f"{format_bytes(means.least)} at least for the inputs of an earlier call")
+        for means in tried
+    )
 
 
 def _ways(step: Step, options: Options) -> Iterator[_Way]:
@@ -133,7 +171,12 @@ def _why_not_compiled(step: Step, options: Options) -> str:
         return "ops communicate with other ranks"
     if options.backend == "eager":
         return 'backend="eager" forbids it'
-    return "they are measured, and costs are estimated" if not options.measures else "not with these options"
+    if options.as_captured:
+        return "the step was captured for PyTorch's kernels"
+    if not options.measures:
+        return "they are measured, and costs are estimated"
+    other = 'count="reserved"' if options.counts_reserved else f"solver={options.solver!r}"
+    return f"they do not go with {'weights on the host' if options.hosts_weights else other}"
 
 
 def _enough(step: Step, best: Plan) -> str:
@@ -158,5 +201,5 @@ def _is_faster(step: Step, slowdown: float, best: Plan) -> bool:
 def _told(note: str, tried: list[Means], options: Options) -> str:
     """Return the note of an error, followed by what each means would need, and which option allows further ones."""
     needed = [str(means) for means in tried if not means.why_not]
-    further = "exact=False allows slices and compiled kernels, with which gradients round otherwise"
-    return "; ".join(filter(None, [note, *needed, further if options.exact else ""]))
+    further = "exact=False allows slices, with which gradients round otherwise"
+    return "; ".join(filter(None, [note, *needed, further if options.exact and options.slices is None else ""]))

@@ -10,6 +10,7 @@ from fxremat.planning import what
 from fxremat.planning.choosing import plan_of
 from fxremat.planning.facts import facts_at_other_sizes
 from fxremat.planning.limits import limit_of
+from fxremat.planning.means import with_means_of
 from fxremat.planning.step import Step
 from fxremat.planning.surveys import NO_TIME
 from fxremat.plans import Plan
@@ -52,7 +53,7 @@ def replan(step: Step, known: Sequence[Plan], options: Options, choose: Choice) 
         if not fitting or not (near_enough or fitting[0].time <= NO_TIME * frontier.keep_all.time):
             planned("no known program is near enough")
             return None
-        plan = plan_of(choose(fitting), frontier, costs, budget, options)
+        plan = with_means_of(nearest, plan_of(choose(fitting), frontier, costs, budget, options))
         planned(plan.headline)
     return plan
 

@@ -49,6 +49,7 @@ from fxremat.passes.tangents import bear_any_layout
 from fxremat.planning.captured_step import CapturedStep, FixedStep
 from fxremat.planning.facts import facts_of
 from fxremat.planning.limits import limit_of
+from fxremat.planning.means import seen_before
 from fxremat.planning.paths import programs_of
 from fxremat.planning.sizes import PlansOfSizes, SizedStep
 from fxremat.planning.step import Step, TrainedParameters, named
@@ -117,6 +118,16 @@ class Until(Enum):
     RUN = "run"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a call that is planned may change in a `Backend`, to be taken back if nothing fits."""
+
+    options: Options
+    divided_for: tuple[int, int, int]
+    weights: Weights | None
+    plans: tuple[Plan, ...]
+
+
 class Reached(FxrematError):
     """Raised to end a training call at the requested stage; not a failure."""
 
@@ -129,6 +140,7 @@ class Backend:
     """A dynamo backend that plans every joint graph that dynamo captures.
 
     Attributes:
+        given: the options as the user gave them, without what calls added to `options`.
         plans: the latest plans, newest last; older ones go on running, but are not in the list any more.
         until: the stage at which calls end; those that end before they run raise `Reached`.
         outdated: True if the next call has to capture the model again.
@@ -151,7 +163,7 @@ class Backend:
         if options.plan is None:  # a plan from a file needs no solvers, which `begin` compiles
             kernels.begin()
         self.model, self.tied = model, tied
-        self.options = options
+        self.options = self.given = options
         self.target = target
         self.input_names = tuple(names)
         self.plans: deque[Plan] = deque(maxlen=KEPT_PLANS)
@@ -322,18 +334,40 @@ class Backend:
         if self.coordinator is not None:
             self.coordinator.plans.take(self.options)
 
+    @property
+    def settings(self) -> Settings:
+        """What a call may change here; see `take_back`."""
+        return Settings(
+            options=self.options, divided_for=self._divided_for, weights=self.weights, plans=tuple(self.plans)
+        )
+
+    def take_back(self, before: Settings) -> None:
+        """Set what a call has changed to what it was `before`, since nothing fits and the call does not run."""
+        changed = self.options is not before.options
+        self.options, self._divided_for, self.weights = before.options, before.divided_for, before.weights
+        if self.coordinator is not None and changed:
+            self.options = self.options.without_choice()
+            self.coordinator.plans.take(self.options)
+        if tuple(self.plans) != before.plans:
+            self.plans.clear()
+            self.plans.extend(before.plans)
+
     def host_weights(self, error: BudgetTooSmall, model: nn.Module, call: Any) -> bool:
         """Let parameters live on the host from now on, if nothing else fits and the options leave that to the planner.
+
+        Steps that are planned with all parameters on the device are planned anew then.
 
         Returns:
             whether they may, so that the call can be captured again.
         """
-        options = self.options.with_weights_on_host(error.means)
-        if options is None or self.plans:
+        options = self.options.with_weights_on_host(error.means, model.parameters())
+        if options is None:
             return False
         log.info("nothing fits with all parameters on the device: they may live on the host (%s)", error)
         self.options, self._divided_for = options, (-1, -1, -1)
+        self.plans.clear()
         self.divide_device_memory(model, call)
+        self.outdated = True
         return True
 
     def look_at_free_memory(self) -> None:
@@ -570,6 +604,8 @@ class Backend:
             self._free = free_memory(device_of(plan.graph)) if isinstance(self.options.budget, Auto) else 0
         if step.trained and plan.weights:
             self.hosted |= {step.trained.numbers[value] for value in plan.weights.hosted}
+        if self.options.tried:
+            self.options = replace(self.options, tried=seen_before(self.options.tried))
         self.plans.append(plan)
         if self.until is Until.RUN:
             self._called_with.add(step.called_with)
@@ -761,6 +797,11 @@ def fxremat(
         )
     if "method" in given:
         raise FxrematError("method belongs to fxremat.compile; here what torch.compile is given is planned")
+    if given.get("device_mem") is not None:
+        raise FxrematError(
+            "device_mem counts the parameters of a model, and this is a graph: give it to fxremat.compile, or here "
+            'mem, for a step: torch.compile(..., options={"mem": "4GiB"})'
+        )
     if "mem" not in given:
         raise InvalidBudget('the fxremat backend needs a budget: torch.compile(..., options={"mem": "4GiB"})')
     backend = Backend(options_of(**given))

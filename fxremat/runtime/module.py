@@ -64,6 +64,7 @@ from fxremat.torch_private import (
     is_traced,
     outside_graphs,
     planning_error,
+    sizes_unmarked,
     write_forward,
 )
 
@@ -321,12 +322,12 @@ class Rematerialized(_Base):
         warnings.warn("this module is compiled by fxremat.compile; compile() changes nothing", stacklevel=2)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = drop_in(copy.deepcopy(self._fxremat.model, memo), self._fxremat.backend.options)
+        made = drop_in(copy.deepcopy(self._fxremat.model, memo), self._fxremat.backend.given)
         memo[id(self)] = made
         return made
 
     def __reduce_ex__(self, _: Any) -> Any:
-        return drop_in, (self._fxremat.model, self._fxremat.backend.options)
+        return drop_in, (self._fxremat.model, self._fxremat.backend.given)
 
 
 def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -646,6 +647,34 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     backend = training.backend
+    before = backend.settings
+    try:
+        return _forward_by_means(module, training, args, kwargs)
+    except BudgetTooSmall:
+        backend.take_back(before)  # another call, of smaller inputs, may fit without what this one was to change
+        raise
+
+
+def _forward_by_means(module: Any, training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the planned forward; where nothing fits, with weights on the host, if the planner may choose that."""
+    try:
+        return _forward_once(module, training, args, kwargs)
+    except BudgetTooSmall as error:
+        if not training.backend.host_weights(error, training.model, (args, kwargs)):
+            raise
+        small = error
+    try:
+        return _forward_once(module, training, args, kwargs)
+    except (BudgetTooSmall, Reached):
+        raise
+    except FxrematError as refused:
+        if training.backend.plans:
+            raise
+        raise small.without_weights(refused) from None
+
+
+def _forward_once(module: Any, training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    backend = training.backend
     weights = None
     if backend.options.stepping is not None:
         _check_trainable(training.model, args, kwargs)
@@ -663,8 +692,6 @@ def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kw
     except Exception as error:
         if isinstance(reached := planning_error(error) or error, Reached):
             raise reached from None
-        if isinstance(reached, BudgetTooSmall) and backend.host_weights(reached, training.model, (args, kwargs)):
-            return _forward_planned(module, training, args, kwargs)
         hooked = submodule_error(training.model, error)
         clear = hooked or explained(error, lambda: _plain_error(training, args, kwargs))
         parent = replaced_in(training.model, itself=training.own is not None)
@@ -795,8 +822,10 @@ def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]
     step = training.step
     if training.shared is not None:
         step = training.shared_steps[training.shared.reduction]
+    fixed = training.backend.options.may_change is False
     try:
-        return step(*args, **kwargs)
+        with sizes_unmarked(_tensors((args, kwargs))) if fixed else contextlib.nullcontext():
+            return step(*args, **kwargs)
     except LayoutsDiffer as error:  # raised in a step of symbolic sizes, which cannot be traced again
         training.backend.learn(error)
         training.backend.take_sizes_as_fixed(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -222,3 +223,153 @@ def test_what_was_chosen_is_in_a_saved_plan(step: Any, tmp_path: Any) -> None:
     plan = step.plan("60%", exact=True)
     plan.save(tmp_path / "plan.json")
     assert fxremat.Plan.load(tmp_path / "plan.json").means == plan.means
+
+
+class Wide(nn.Module):
+    """Layers whose parameters take most of the memory of a step."""
+
+    def __init__(self, width: int = 96, layers: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the loss."""
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def on_a_device(model: nn.Module, device_mem: str, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    optimizer = torch.optim.AdamW(model.parameters())
+    given: Any = {"device_mem": device_mem, "optimizer": optimizer, "exact": True, "search": QUICK} | options
+    return fxremat.compile(model, **given), optimizer
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, *, backwards: int = 1, steps: int = 2) -> None:
+    for _ in range(steps):
+        for _ in range(backwards):
+            model(x).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("exact", [True, None])
+def test_a_call_that_does_not_fit_changes_nothing_for_the_next(exact: bool | None) -> None:
+    model = Wide()
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    compiled, optimizer = on_a_device(model, "1700kB", exact=exact)
+    for trained in (False, True):
+        with pytest.raises(fxremat.BudgetTooSmall):
+            compiled(torch.randn(100_000, 96))
+        assert not optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+        assert bool(compiled.fxremat.plans) is trained
+        loop(compiled, optimizer, torch.randn(32, 96))
+        assert compiled.plan.predicted_time == compiled.plan.keep_all_time
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
+
+
+def test_weights_go_to_the_host_when_a_later_call_needs_it() -> None:
+    model, x = Wide(), torch.randn(32, 96)
+    plain = copy.deepcopy(model)
+    compiled, mine = on_a_device(model, "1500kB")
+    compiled(x)
+    assert the_chosen(compiled.plan) == ["recomputing"]
+    theirs = torch.optim.AdamW(plain.parameters())
+    for each, optimizer in ((compiled, mine), (plain, theirs)):
+        loop(each, optimizer, x, backwards=3)  # from the second backward on, gradients wait
+    assert the_chosen(compiled.plan) == ["weights on the host"]
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    compiled(torch.randn(64, 96)).backward()
+    assert "for the inputs of an earlier call" in means_of(compiled.plan)["recomputing"].why_not
+
+
+def test_the_error_names_weights_on_the_host_too() -> None:
+    compiled, _ = on_a_device(Wide(), "100kB")
+    said = r"offloading: .* at least; weights on the host: .* at least"
+    with pytest.raises(fxremat.BudgetTooSmall, match=said) as refused:
+        compiled(torch.randn(32, 96))
+    assert [means.name for means in refused.value.means if means.least][-1] == "weights on the host"
+
+
+def test_why_weights_cannot_live_on_the_host_is_said() -> None:
+    class Clamped(Wide):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.layers[0].weight.clamp_(-1, 1)
+            return super().forward(x)
+
+    model = Clamped()
+    said = r"recomputing: .* at least; .*weights on the host: not possible, as forward writes to"
+    compiled, optimizer = on_a_device(model, "1MB")
+    with pytest.raises(fxremat.BudgetTooSmall, match=said):
+        compiled(torch.randn(32, 96))
+    with pytest.raises(fxremat.BudgetTooSmall, match=said):
+        fxremat.plan(
+            model, torch.randn(32, 96), device_mem="1MB", optimizer=optimizer, exact=True, costs="measure", search=QUICK
+        )
+
+
+def test_copies_have_the_options_that_the_user_gave() -> None:
+    compiled, optimizer = on_a_device(Wide(), "1MB")
+    x = torch.randn(32, 96)
+    loop(compiled, optimizer, x)
+    assert the_chosen(compiled.plan) == ["weights on the host"]
+    copied = copy.deepcopy(compiled)
+    with pytest.raises(fxremat.BudgetTooSmall, match=r"recomputing: .* at least"):
+        copied(x)  # the optimizer is the original's, so that its parameters stay
+    loaded = pickle.loads(pickle.dumps(compiled))
+    loaded(x).backward()
+    assert the_chosen(loaded.plan) == ["weights on the host"]
+
+
+def test_only_what_would_work_is_advised(step: Any) -> None:
+    for options in ({"slices": False}, {"slices": True}):
+        with pytest.raises(fxremat.BudgetTooSmall) as refused:
+            step.plan(1, exact=True, **options)
+        assert "exact=False" not in str(refused.value)
+    with pytest.raises(fxremat.BudgetTooSmall, match="exact=False allows slices, with which"):
+        step.plan(1, exact=True)
+
+
+def test_kernels_of_a_captured_step_are_those_that_it_was_captured_for() -> None:
+    step = fxremat.capture(Deep(layers=3), (DEEP,), search=QUICK)
+    why = means_of(step.plan("100%", exact=False))["compiled kernels"].why_not
+    assert why == "the step was captured for PyTorch's kernels"
+    step = fxremat.capture(Deep(layers=3), (DEEP,), exact=False, search=QUICK)
+    for options, was in (({"exact": True}, "exact=False"), ({"costs": "H100"}, "costs='measure'")):
+        (name, value), *_ = options.items()
+        changes = f"{name}={value!r} changes what is captured, and this step was captured with {was}"
+        with pytest.raises(fxremat.FxrematError, match=changes):
+            step.plan("100%", **options)
+
+
+def test_sizes_that_change_have_means_too() -> None:
+    options: Any = {"exact": True, "offload": False, "dynamic": {"x": {0: (2, 512)}}}
+    compiled = fxremat.compile(Deep(layers=3), mem="90%", search=QUICK, **options)
+    for rows in (256, 192, 64):
+        compiled(DEEP[:rows].clone()).backward()
+    assert len(compiled.fxremat.plans) == 3
+    for plan in compiled.fxremat.plans:
+        assert means_of(plan)["recomputing"].peak == plan.predicted_peak
+
+
+def test_a_new_plan_in_place_of_a_saved_one_has_all_means(tmp_path: Any) -> None:
+    fxremat.plan(Deep(), (DEEP,), mem="60%", search=QUICK).save(tmp_path / "plan")
+    compiled = fxremat.compile(Deep(), mem="60%", exact=False, plan=tmp_path / "plan", search=QUICK)
+    compiled(DEEP[:100]).backward()
+    assert not any("as it was saved" in str(means) for means in compiled.plan.means)
+
+
+def test_sizes_that_another_plan_has_marked_are_fixed_where_they_must_be() -> None:
+    x, options = DEEP.clone(), {"costs": "estimate", "search": QUICK}
+    fxremat.plan(Deep(layers=3), (x,), mem="90%", dynamic={"x": {0: (2, 512)}}, **options)
+    marks = dict(vars(x))
+    assert fxremat.plan(Deep(layers=3), (x,), mem="90%", exact=True, **options).means
+    assert vars(x) == marks
+
+
+def test_torch_compile_takes_no_memory_of_a_device() -> None:
+    compiled = torch.compile(Deep(layers=2), backend="fxremat", options={"device_mem": "1GiB", "exact": True})
+    with pytest.raises(Exception, match="device_mem counts the parameters of a model, and this is a graph"):
+        compiled(DEEP)
