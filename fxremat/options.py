@@ -420,8 +420,9 @@ class Options:
         if not isinstance(self.plan, Plan):
             self._set("plan", Plan.load(self.plan))
         if self.saved.weights and not self.hosts_weights:
+            when = ', updates="step"' if self.saved.weights.later else ""
             raise FxrematError(
-                "the plan updates weights; it goes with offload=Offload(weights=True) and the optimizer: "
+                f"the plan updates weights; it goes with offload=Offload(weights=True{when}) and the optimizer: "
                 f"{self.saved.weights.optimizer}"
             )
         if self.strict is None:
@@ -540,10 +541,14 @@ def changed_options(options: Options, mem: int | str | None, **changed: Any) -> 
     for name in changed:
         check_name(name)
     stays: dict[str, Any] = {"plan": None, "strict": None, "as_captured": not options.compiles}
-    if mem is None:
-        made = replace(options, **stays, **changed)
-    else:
-        made = replace(options, **stays, mem=mem, **{"device_mem": None, "division": None} | changed)
+    if mem is not None:
+        changed = {"mem": mem, "device_mem": None, "division": None} | changed
+        if options.device is None and not options.hosts_weights:
+            changed.setdefault("optimizer", None)  # its state was counted in `device_mem`
+    elif options.division is not None and {"device_mem", "optimizer"} & changed.keys():
+        total, optimizer = changed.get("device_mem", options.device_mem), changed.get("optimizer", options.optimizer)
+        changed["division"] = options.division.of_other(parse_bytes(total), optimizer)
+    made = replace(options, **stays, **changed)
     for setting, value in made.of_capture.items():
         if value != options.of_capture[setting]:
             # whether kernels are compiled may follow from other options

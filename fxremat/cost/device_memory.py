@@ -42,6 +42,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 """Optimizers that users can name: the class, and the settings on which the size of its state depends."""
 
 CONTEXT = 768 * 2**20  # bytes of the CUDA context, its kernels and libraries: 767 MiB on an H200 with torch 2.11
+SLACK = 400  # device_mem over this is left unused, so that inputs may grow a little
 USUAL = "adamw"  # the optimizer that is assumed if none is named
 
 
@@ -144,8 +145,8 @@ class Division:
     """A division of `device_mem` in bytes: a step, and what the process has on the device all the time."""
 
     memory: DeviceMemory
-    # divides again, if the parameters with these names get no gradient, and have no state
-    without: Callable[[Container[str]], Division] = field(repr=False, compare=False)
+    # divides again, with other values of the arguments of `divided`
+    again: Callable[..., Division] = field(repr=False, compare=False)
     slack: int = 0  # bytes that are left unused
 
     @property
@@ -178,8 +179,12 @@ class Division:
 
     def of(self, joint: Captured) -> Division:
         """Return the division for a captured step, which tells what gets a gradient."""
-        found = self.without(_AllBut(frozenset(parameter_of(node) or "" for node in _trained(joint))))
-        return replace(found, slack=self.slack)
+        found = self.again(untrained=_AllBut(frozenset(parameter_of(node) or "" for node in _trained(joint))))
+        return replace(found, slack=self.slack, again=self.again)
+
+    def of_other(self, total: int, optimizer: torch.optim.Optimizer | str | None) -> Division:
+        """Return the division of another `device_mem`, in bytes, or with the state of another optimizer."""
+        return replace(self.again(total=total, optimizer=optimizer), slack=total // SLACK)
 
 
 @dataclass(frozen=True)
@@ -233,26 +238,21 @@ def divided(
         waiting=_bytes([p.grad for p in named.values() if p.grad is not None], rounding),
         apart=math.ceil(total - (total - CONTEXT) / (1 + AUTO_MARGIN)) if device.cuda else 0,
     )
-    keep_none_alive = weakref.ref(model), optimizer if isinstance(optimizer, str | None) else weakref.ref(optimizer)
-    return Division(
-        memory=memory,
-        without=partial(_divided_again, total, device, *keep_none_alive, inputs, hosted=hosted),
-    )
+    # a division keeps neither the model nor the optimizer alive
+    its = optimizer if isinstance(optimizer, str | None) else weakref.ref(optimizer)
+    given: dict[str, Any] = {"total": total, "device": device, "inputs": inputs, "hosted": hosted}
+    return Division(memory=memory, again=partial(_divided_again, weakref.ref(model), optimizer=its, **given))
 
 
 def _divided_again(
-    total: int,
-    device: Device,
     model: weakref.ref[nn.Module],
-    optimizer: weakref.ref[torch.optim.Optimizer] | str | None,
-    inputs: int,
-    untrained: Container[str],
     *,
-    hosted: bool,
+    optimizer: weakref.ref[torch.optim.Optimizer] | torch.optim.Optimizer | str | None,
+    **given: Any,
 ) -> Division:
     there, its = model(), optimizer() if isinstance(optimizer, weakref.ref) else optimizer
     assert there is not None
-    return divided(total, device, there, inputs, its, hosted=hosted, untrained=untrained)
+    return divided(model=there, optimizer=its, **given)
 
 
 def bytes_of_inputs(inputs: Iterable[object], device: Device) -> int:

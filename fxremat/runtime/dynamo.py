@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat import kernels
 from fxremat.budget import SHRUNK, free_bytes, free_memory, has_shrunk
-from fxremat.cost.device_memory import bytes_of_inputs, divided
+from fxremat.cost.device_memory import SLACK, bytes_of_inputs, divided
 from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer, Strides
 from fxremat.cost.segments import expand_segments
@@ -106,7 +106,6 @@ MOST_TRACES = 4
 # A step is planned again only if recomputation makes it slower than keeping everything by this factor, and the
 # loss needs less memory than was reserved for it, by more than GAIN - 1 of the budget.
 GAIN = 1.01
-SLACK = 400  # device_mem over this is left unused, so that inputs may grow a little
 MANY_SIZES = 3  # after this many combinations of input sizes a warning says what each new one costs
 
 

@@ -258,10 +258,10 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, *, backw
 def test_a_call_that_does_not_fit_changes_nothing_for_the_next(exact: bool | None) -> None:
     model = Wide()
     before = [parameter.data_ptr() for parameter in model.parameters()]
-    compiled, optimizer = on_a_device(model, "1700kB", exact=exact)
+    compiled, optimizer = on_a_device(model, "1700kB", exact=exact, costs="estimate")
     for trained in (False, True):
         with pytest.raises(fxremat.BudgetTooSmall):
-            compiled(torch.randn(100_000, 96))
+            compiled(torch.randn(10_000, 96))
         assert not optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
         assert bool(compiled.fxremat.plans) is trained
         loop(compiled, optimizer, torch.randn(32, 96))
@@ -282,6 +282,19 @@ def test_weights_go_to_the_host_when_a_later_call_needs_it() -> None:
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     compiled(torch.randn(64, 96)).backward()
     assert "for the inputs of an earlier call" in means_of(compiled.plan)["recomputing"].why_not
+
+
+def test_a_captured_step_is_planned_for_other_memory_of_a_device() -> None:
+    model, x = Wide(), torch.randn(32, 96)
+    given: Any = {"optimizer": torch.optim.AdamW(model.parameters()), "costs": "estimate", "search": QUICK}
+    step = fxremat.capture(model, (x,), device_mem="3MB", **given)
+    for options in ({"device_mem": "4MB"}, {"optimizer": "sgd"}, {"device_mem": "1500kB"}):
+        there = fxremat.plan(model, (x,), **{"device_mem": "3MB"} | given | options)
+        assert step.plan(**options).budget == there.budget
+    with pytest.raises(fxremat.BudgetTooSmall):
+        step.plan(device_mem="900kB")
+    assert step.plan("100%").predicted_time
+    assert step.least() == fxremat.plan(model, (x,), mem="min", costs="estimate", search=QUICK).budget
 
 
 def test_the_error_names_weights_on_the_host_too() -> None:
@@ -355,10 +368,10 @@ def test_sizes_that_change_have_means_too() -> None:
 
 
 def test_a_new_plan_in_place_of_a_saved_one_has_all_means(tmp_path: Any) -> None:
-    fxremat.plan(Deep(), (DEEP,), mem="60%", search=QUICK).save(tmp_path / "plan")
-    compiled = fxremat.compile(Deep(), mem="60%", exact=False, plan=tmp_path / "plan", search=QUICK)
-    compiled(DEEP[:100]).backward()
-    assert not any("as it was saved" in str(means) for means in compiled.plan.means)
+    fxremat.plan(Deep(layers=2), (DEEP,), mem="90%", search=QUICK).save(tmp_path / "plan")
+    compiled = fxremat.compile(Deep(layers=2), mem=1000, exact=False, plan=tmp_path / "plan", search=QUICK)
+    with pytest.raises(fxremat.BudgetTooSmall, match=r"; slices: .* at least; offloading and slices: .* at least"):
+        compiled(DEEP[:100])
 
 
 def test_sizes_that_another_plan_has_marked_are_fixed_where_they_must_be() -> None:
