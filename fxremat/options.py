@@ -546,8 +546,9 @@ def changed_options(options: Options, mem: int | str | None, **changed: Any) -> 
         if options.device is None and not options.hosts_weights:
             changed.setdefault("optimizer", None)  # its state was counted in `device_mem`
     elif options.division is not None and {"device_mem", "optimizer"} & changed.keys():
-        total, optimizer = changed.get("device_mem", options.device_mem), changed.get("optimizer", options.optimizer)
-        changed["division"] = options.division.of_other(parse_bytes(total), optimizer)
+        total: Any = changed.get("device_mem", options.device_mem)
+        optimizer = changed.get("optimizer", options.optimizer)
+        changed["division"] = options.division.of_other(parse_bytes(total), optimizer) if total is not None else None
     made = replace(options, **stays, **changed)
     for setting, value in made.of_capture.items():
         if value != options.of_capture[setting]:

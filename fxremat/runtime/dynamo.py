@@ -178,7 +178,7 @@ class Backend:
         # what `device_mem` was divided for: the most bytes of inputs, and the most parameters that had a gradient at
         # the beginning, and that were trained
         self._divided_for = (-1, -1, -1)
-        self._free = 0  # bytes that the device had free when the latest plan for reserved bytes was made
+        self._free = 0  # most bytes that the device had free when one of the plans for reserved bytes was made
         self._fixed = False  # True if each combination of input sizes is captured separately
         self._called_with: set[str] = set()  # the combinations of input sizes that were planned for, as text
         # how the graph that is being compiled can run again; None if it has no backward
@@ -385,7 +385,7 @@ class Backend:
         if shrunk:
             now, before = format_bytes(found), format_bytes(known)
             log.info('mem="auto" has %s for this step, and was planned for %s: it is planned anew', now, before)
-            self.outdated = True
+            self.outdated, self._free = True, 0
 
     def take_sizes_as_fixed(self, reason: BaseException | None = None) -> None:
         """Capture every combination of input sizes separately from now on, and report that with its reason, if any."""
@@ -598,17 +598,22 @@ class Backend:
     def _plan_fixed(self, step: Step) -> Plan:
         """Plan a step of fixed sizes, and append the plan to `plans`."""
         plan = FixedStep(step, self.options).plan()
-        if plan.reserving:
-            kind_of(device_of(plan.graph)).empty_cache()  # the step was replayed on an allocator that keeps nothing
-            self._free = free_memory(device_of(plan.graph)) if isinstance(self.options.budget, Auto) else 0
         if step.trained and plan.weights:
             self.hosted |= {step.trained.numbers[value] for value in plan.weights.hosted}
         if self.options.tried:
             self.options = replace(self.options, tried=seen_before(self.options.tried))
-        self.plans.append(plan)
+        self._take_plan(plan)
         if self.until is Until.RUN:
             self._called_with.add(step.called_with)
         return plan
+
+    def _take_plan(self, plan: Plan) -> None:
+        """Append a plan that will run to `plans`, and prepare the device's allocator as the plan assumes it."""
+        if plan.reserving:
+            kind_of(device_of(plan.graph)).empty_cache()  # the step was replayed on an allocator that keeps nothing
+            if isinstance(self.options.budget, Auto):  # for plans of several sizes, the one that had most decides
+                self._free = max(self._free, free_memory(device_of(plan.graph)))
+        self.plans.append(plan)
 
     def _plans_of_sizes(self, graph: SymbolicGraph, joint: Captured) -> PlansOfSizes:
         """Return the planner for a graph of symbolic sizes, which plans at the sizes of each call.
@@ -654,7 +659,7 @@ class Backend:
             plans,
             as_called=as_called,
             described=partial(_shapes_at, _input_places(placeholders)),
-            on_plan=self.plans.append,
+            on_plan=self._take_plan,
         )
 
     def _with_updates(self, joint: Captured) -> tuple[Captured, TrainedParameters | None]:

@@ -89,6 +89,28 @@ def test_auto_is_what_can_be_reserved(device: Callable[[int], None], caplog: pyt
     assert "which leaves" not in caplog.text
 
 
+def test_auto_is_planned_anew_for_sizes_that_change_too(device: Callable[[int], None]) -> None:
+    torch.manual_seed(0)
+    device(10**9)
+    compiled = fxremat.compile(Deep(), mem="auto", dynamic=True, costs="estimate", search=QUICK)
+    x = torch.randn(ROWS, WIDTH)
+    compiled(x).backward()
+    assert compiled.plan.reserving
+    free = int(0.9 * compiled.plan.predicted_reserved) + SPARE + budget.LEAST_MARGIN
+    device(free)
+    compiled(x).backward()
+    assert compiled.plan.budget < free
+
+
+def test_plans_of_several_sizes_are_made_anew_where_the_first_had_more(device: Callable[[int], None]) -> None:
+    compiled = fxremat.compile(Deep(), mem="auto", dynamic=False, costs="estimate", search=QUICK)
+    x = torch.randn(ROWS, WIDTH)
+    for share, rows, plans in ((1.0, ROWS, 1), (0.98, ROWS // 2, 2), (0.96, ROWS, 3), (0.96, ROWS, 3)):
+        device(int(share * 10**9))
+        compiled(x[:rows]).backward()
+        assert len(compiled.fxremat.plans) == plans
+
+
 def test_auto_takes_the_last_bytes_of_the_margin_where_nothing_else_fits(
     device: Callable[[int], None], caplog: pytest.LogCaptureFixture, step: Any
 ) -> None:
