@@ -9,6 +9,7 @@ The ops of the first way are measured; for the others, ops that were not measure
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TypedDict
 
 import torch
@@ -74,7 +75,9 @@ def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
         more = found[-1].seconds_within(within.bytes) <= ENOUGH * found[-1].frontier.keep_all.time
         if more:
             break
-    if not more and (not found or largest_need(step.graph) <= within.bytes):
+    fastest_found = min((one.seconds_within(within.bytes) for one in found), default=inf)
+    slow = not more or fastest_found > ENOUGH * captured.frontier.keep_all.time
+    if slow and (not found or largest_need(step.graph) <= within.bytes):
         found.append(surveyed(step, quick, within))
     if any(one.sliced for one in found):
         blocked = tuple(dict.fromkeys(reason for one in found for reason in one.blocked))

@@ -135,6 +135,13 @@ def test_slices_are_for_those_who_allow_rounding() -> None:
     assert the_chosen(forced) == ["slices"]
 
 
+def test_slices_that_take_longer_than_recomputing_are_not_used(step: Any) -> None:
+    for mem in ("60%", "45%"):
+        sliced = step.plan(mem, slices=True)
+        assert sliced.predicted_time <= step.plan(mem).predicted_time
+        assert not sliced.slices
+
+
 def test_the_least_budget_is_that_of_all_means(step: Any) -> None:
     plan = step.plan("min", exact=True)
     assert plan.predicted_peak <= plan.budget == step.plan("min", offload=True).budget < step.least()
