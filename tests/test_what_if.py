@@ -572,7 +572,7 @@ def test_the_command_line_plans_for_all_that_a_process_has(capsys: pytest.Captur
         (["--device-mem", "1GiB", "--device", "A100,H200"], "does not go with --device with 2 devices: give --mem"),
         (["--device-mem", "1GiB", "--largest", "batch"], "does not go with --largest: give --mem"),
         (["--exact", "yes", "--mem", "1GiB", "--largest", "batch"], "it does not go with --largest"),
-        (["--exact", "yes", "--mem", "10"], "--exact no allows slices and compiled kernels"),
+        (["--exact", "yes", "--mem", "10"], "--exact no allows slices, with which gradients round"),
         (["--largest", "length", "--mem", "1GiB"], "has no parameter 'length'"),
         (["--largest", "batch", "--mem", "50%"], "--largest needs --mem in bytes"),
         (["--largest", "batch", "--mem", "1GiB", "--up-to", "0"], "--up-to is 0"),

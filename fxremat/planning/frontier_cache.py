@@ -67,7 +67,7 @@ class FrontierCache:
     def put(self, ladder: Ladder) -> None:
         """Store a search result in memory and on disk, replacing an earlier one for the same key."""
         known = _latest.get(self._key)
-        if known is not None and known.climbed == ladder.climbed:
+        if known is not None and (known.climbed, known.of_other_sizes) == (ladder.climbed, ladder.of_other_sizes):
             return
         self._remember(ladder.on(NO_GRAPH))
         stored.write(self._device, repr(self._key), _latest[self._key])

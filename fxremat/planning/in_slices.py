@@ -34,6 +34,8 @@ from fxremat.units import format_bytes
 NOTED = 1.02  # an error's note states the estimated least budget with slices times this margin
 # no further ways to slice are tried after one that takes at most this times the seconds without recomputation
 ENOUGH = 1.05
+# a search may lower the least budget of the step as captured by this factor, so it is worth its time up to there
+SEARCHED_BELOW = 1.25
 WORTH_A_NOTE = 0.9  # an error's note on slices is added only if slices lower the least budget to at most this fraction
 
 
@@ -79,6 +81,8 @@ def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
     slow = not more or fastest_found > ENOUGH * captured.frontier.keep_all.time
     if slow and (not found or largest_need(step.graph) <= within.bytes):
         found.append(surveyed(step, quick, within))
+        if within.bytes < found[-1].frontier.minimum <= within.bytes * SEARCHED_BELOW:
+            found[-1] = surveyed(step, options, within)
     if any(one.sliced for one in found):
         blocked = tuple(dict.fromkeys(reason for one in found for reason in one.blocked))
     else:

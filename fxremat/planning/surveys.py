@@ -190,10 +190,12 @@ def _searched(
     known = FrontierCache(graph, costs, (settings, of_costs))
     hosted = options.host is not None
     ladder = known.get()
+    if ladder is None and not (hosted or options.pure):
+        ladder = known.of_other_sizes()
+    if ladder is not None and ladder.of_other_sizes and (hosted or ladder.given.minimum > _bytes(limit, ladder)):
+        ladder = None  # programs of these sizes may need less
     if ladder is None:
-        ladder = None if hosted or options.pure else known.of_other_sizes()
-        if ladder is None or ladder.given.minimum > _bytes(limit, ladder):
-            ladder = Ladder(given=_surveyed(graph, costs, settings, of_costs, once))
+        ladder = Ladder(given=_surveyed(graph, costs, settings, of_costs, once))
     highest = _searched_up_to(_bytes(limit, ladder), ladder.given.keep_all.peak, options)
     if settings["solver"] == "auto":
         ladder = ladder.to(highest, costs, effort=settings["effort"])

@@ -43,6 +43,7 @@ class Ladder:
     # (budget in bytes, faster program found by the search), by increasing budget
     found: tuple[tuple[int, Candidate], ...] = ()
     climbed: int = 0  # largest budget in bytes for which a search was done
+    of_other_sizes: bool = False  # the programs were found for other sizes: others may need less memory
 
     @property
     def rungs(self) -> list[int]:

@@ -31,7 +31,7 @@ def replanned(known: Ladder, graph: StepGraph, costs: Costs) -> Ladder | None:
     grown = frontier.keep_all.peak / known.given.keep_all.peak
     if not is_near(grown):
         return None
-    return Ladder(given=frontier, climbed=int(known.climbed * grown))
+    return Ladder(given=frontier, climbed=int(known.climbed * grown), of_other_sizes=True)
 
 
 def judged_again(

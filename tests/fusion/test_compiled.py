@@ -201,7 +201,7 @@ def test_a_step_that_single_ops_run_faster_runs_op_by_op(monkeypatch: pytest.Mon
 def test_what_cannot_gain_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_kernels()
     monkeypatch.setattr(compiled._Search, "_gain", lambda *_: 0.0)
-    call = within(model_of(dropout=0.0, layers=2), "70%")
+    call = within(model_of(dropout=0.0, layers=2), "71%")  # a budget of its own: choices are stored
     call(*batch()).backward()
     assert "PyTorch's, op by op: regions that fit would gain little" in " ".join(str(call.plan).split())
     assert not region._kernels
@@ -471,7 +471,7 @@ def sgd() -> torch.optim.Optimizer:
 
 def test_a_second_plan_in_slices_begins_with_what_the_first_has_learned() -> None:
     tokens = torch.randint(0, WORDS, (4, 40))
-    for mem in ("70%", "69%"):
+    for mem in ("36.5%", "36.2%"):  # less than recomputing needs
         torch.manual_seed(0)
         search = fxremat.Search(seconds=0.2, progress=False)
         model: Any = fxremat.compile(GPT(()), mem=mem, backend="inductor", slices=True, search=search)

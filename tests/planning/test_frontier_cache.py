@@ -11,6 +11,7 @@ from fxremat.search import survey as planner
 from fxremat.search.refine import Ladder
 from fxremat.settings import Search
 from fxremat.step.liveness import live_bytes
+from tests.planning.test_means import Deep as Dropped
 from tests.test_planner import INPUTS, Deep
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -47,6 +48,17 @@ class Wide(Deep):
         for layer in self.layers:
             x = torch.sigmoid(layer(x))
         return x.square().mean()
+
+
+def test_the_least_budget_is_that_of_the_sizes_themselves() -> None:
+    """Programs that were found for other sizes serve budgets in which they fit, and say nothing of the least."""
+    search = Search(seconds=0.0, progress=False)
+    fxremat.plan(Dropped(layers=14), (torch.randn(256, 32),), mem="90%", costs="H100", search=search)
+    near = fxremat.capture(Dropped(layers=14), (torch.randn(300, 32),), costs="H100", search=search)
+    known = near.plan("90%")
+    alone = planner.survey(known.graph, known.costs, effort=0.0).minimum
+    assert known.alternatives.minimum > alone  # the programs of the other sizes
+    assert near.plan("min").budget == alone
 
 
 @pytest.mark.parametrize("sizes", [(300,), pytest.param((200, 400), marks=pytest.mark.long)])

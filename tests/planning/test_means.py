@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks import meter
+from benchmarks.combinations import GPT, WORDS
 from fxremat.planned_step import Means
 from fxremat.settings import Search, Slices
 from tests.test_device_mem import most
@@ -140,6 +141,13 @@ def test_slices_that_take_longer_than_recomputing_are_not_used(step: Any) -> Non
         sliced = step.plan(mem, slices=True)
         assert sliced.predicted_time <= step.plan(mem).predicted_time
         assert not sliced.slices
+
+
+def test_recomputation_that_only_a_search_fits_is_preferred_to_slow_slices() -> None:
+    tokens = torch.randint(0, WORDS, (4, 40))
+    gpt = fxremat.capture(GPT(()), (tokens,), costs="estimate", search=Search(seconds=0.5, progress=False))
+    sliced = gpt.plan("42%", slices=True)  # before the search of the plan to compare with
+    assert sliced.predicted_time <= gpt.plan("42%").predicted_time
 
 
 def test_the_least_budget_is_that_of_all_means(step: Any) -> None:
