@@ -143,9 +143,11 @@ def test_slices_that_take_longer_than_recomputing_are_not_used(step: Any) -> Non
         assert not sliced.slices
 
 
-def test_recomputation_that_only_a_search_fits_is_preferred_to_slow_slices() -> None:
+def test_recomputation_that_only_a_search_fits_is_preferred_to_slow_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxremat.search.refine.PAGES", 2_000_000)  # searches as long as users'
+    monkeypatch.setattr("fxremat.search.improve.PATIENCE", 500)
     tokens = torch.randint(0, WORDS, (4, 40))
-    gpt = fxremat.capture(GPT(()), (tokens,), costs="estimate", search=Search(seconds=0.5, progress=False))
+    gpt = fxremat.capture(GPT(()), (tokens,), costs="estimate", search=Search(seconds=5.0, progress=False))
     sliced = gpt.plan("42%", slices=True)  # before the search of the plan to compare with
     assert sliced.predicted_time <= gpt.plan("42%").predicted_time
 
