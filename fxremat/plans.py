@@ -121,7 +121,8 @@ class Plan(PlannedStep):
 
         Args:
             runs: 2 or more: run each recomputed op this many times on made-up data, and name those whose bits differ.
-                Raises:
+
+        Raises:
             FxrematError: a result or the peak differs.
         """
         return check(self, runs)

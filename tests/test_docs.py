@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxremat
-from fxremat import errors
+from fxremat import errors, passes
 from tests.test_readme import job_of_one
 
 ROOT = Path(__file__).parents[1]
@@ -284,6 +284,11 @@ def test_the_navigation_has_every_page_once() -> None:
     assert sorted(listed) == PAGES
 
 
+def test_the_list_for_language_models_has_every_page_once() -> None:
+    listed = re.findall(r"^- \[.+\]\((.+)\)$", (DOCS / "llms.txt").read_text(), re.MULTILINE)
+    assert sorted(listed) == PAGES
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name: str) -> None:
     page = re.sub(r"^ *```.*?^ *```", "", (DOCS / name).read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -295,6 +300,13 @@ def test_the_page_on_errors_has_every_class() -> None:
     classes = [name for name, value in vars(errors).items() if getattr(value, "__module__", "") == errors.__name__]
     headings = re.findall(r"^## `(\w+)`", (DOCS / "errors.md").read_text(), re.MULTILINE)
     assert sorted(headings) == sorted(classes)
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    shown = re.findall(r"^::: (\S+)", (DOCS / "reference.md").read_text(), re.MULTILINE)
+    public = {f"{module.__name__}.{name}" for module in (fxremat, passes) for name in module.__all__}
+    assert len(shown) == len(set(shown))
+    assert public - set(shown) == {f"fxremat.{name}" for name in vars(errors) if name in fxremat.__all__}
 
 
 def test_the_front_page_says_how_to_install_and_shows_a_plan() -> None:
@@ -312,8 +324,8 @@ def test_the_front_page_says_how_to_install_and_shows_a_plan() -> None:
 
 @pytest.mark.long
 def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
-    if importlib.util.find_spec("material") is None:
-        pytest.skip("mkdocs-material is not installed: it is in the extra `docs`")
+    if importlib.util.find_spec("material") is None or importlib.util.find_spec("mkdocstrings") is None:
+        pytest.skip("mkdocs-material and mkdocstrings-python are not installed: they are in the extra `docs`")
     # Without --quiet, which drops the warnings before --strict counts them.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -137,7 +137,11 @@ def test_the_memory_of_an_optimizer_is_that_of_its_real_steps(name: str) -> None
     state = [v for k, v in optimizer.state[parameter].items() if isinstance(v, Tensor) and (on_device or k != "step")]
     assert found.state == sum(tensor.nbytes for tensor in state)
     peak, _ = peak_of(optimizer.step, torch.device("cpu"))
-    assert found.update <= peak <= 1.02 * found.update + 64  # kernels of a CPU have workspaces
+    # Kernels of a CPU have workspaces: with instructions for bfloat16, a product copies its operands.
+    factor = torch.randn(200, 300, dtype=torch.bfloat16)
+    product, _ = peak_of(lambda: factor @ factor.T, torch.device("cpu"))
+    copies = product - 200 * 200 * factor.element_size() if name == "muon" else 0
+    assert found.update <= peak <= 1.02 * found.update + copies + 64
 
 
 def test_a_missing_library_and_what_is_not_answered_are_said_by_name() -> None:
