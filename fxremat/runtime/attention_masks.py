@@ -1,13 +1,16 @@
-"""Padding masks of transformers that mask nothing: captured graphs leave them out, as eager mode does.
+"""Attention masks of transformers that mask nothing: captured graphs leave them out, as eager mode does.
 
-In eager mode transformers reads a padding mask's values, and ignores one that masks nothing: then attention is
-simply causal, groups of heads share keys and values, and CUDA has flash attention. Traced code cannot read
-values, and keeps the mask; with grouped heads its gradients round differently. So this is decided before a call
-is traced:
+In eager mode transformers reads a padding mask's values, and ignores one that masks nothing. Without a padding mask
+and without a cache it reads the position ids: rows that count up by one are one sequence each, else several are
+packed in a row, and a mask keeps them apart. Where nothing is masked, attention is simply causal, groups of heads
+share keys and values, and CUDA has flash attention. Traced code cannot read values, and makes the mask; with grouped
+heads its gradients round differently. So this is decided before a call is traced:
 
-    before the call       `left_out` looks whether all masks among the inputs are full, as eager mode does
-    while it is traced    transformers is told that there is no mask; `fxremat::masks_nothing` marks the one there was
-    the captured graph    `unmark` checks that every marked mask is one of those inputs; if not, capture is repeated
+    before the call       `left_out` looks whether masks and position ids among the inputs are such, as eager mode does
+    while it is traced    transformers is told that there is no mask, and that no sequences are packed;
+                          `fxremat::masks_nothing` and `fxremat::counts_up` mark the tensors that it would have read
+    the captured graph    `unmark` checks that every marked tensor is one of those inputs, or made by `torch.arange`;
+                          if not, capture is repeated
     later calls           dynamo guards on the answer: a call with padding is another graph, with a plan of its own
 """
 
@@ -18,6 +21,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,13 +30,20 @@ from torch import Tensor, fx
 from fxremat.errors import FxrematError
 from fxremat.torch_private import has_data, input_and_dimension, torch_release
 
-_nothing_masked = False  # True during a call whose padding masks mask nothing; dynamo guards on it
+# dynamo guards on both
+_nothing_masked = False  # True during a call whose padding masks mask nothing
+_nothing_packed = False  # True during a call whose position ids are one sequence in each row
 
+# What keeps a full mask full, and what keeps rows that count up by one such rows.
 SAME_TRUTH = (operator.getitem, "to", "bool", "int", "long", "contiguous", "view", "reshape", "expand", "clone")
+SAME_ROWS = (operator.getitem, "to", "int", "long", "contiguous", "view", "reshape", "expand", "clone", "unsqueeze")
+SHIFTS = (operator.add, "add", torch.add)
 
 
 class ComputedMask(FxrematError):
-    """Raised if a mask that was left out is computed by the model: capture is repeated with masks; users do not see it.
+    """Raised if a mask, or position ids, that were not read are computed by the model.
+
+    Capture is repeated with masks; users do not see it.
     """
 
 
@@ -50,6 +61,29 @@ def _(mask: Tensor) -> Tensor:
     return mask.new_empty((), dtype=torch.bool)
 
 
+@torch.library.custom_op("fxremat::counts_up", mutates_args=())
+def counts_up(positions: Tensor) -> Tensor:
+    """Tell whether position ids count up by one in each row.
+
+    In traced graphs, this op stands for a search for packed sequences that was left out; it is never run there.
+    """
+    return (positions.diff() == 1).all()
+
+
+@counts_up.register_fake
+def _(positions: Tensor) -> Tensor:
+    return positions.new_empty((), dtype=torch.bool)
+
+
+def position_ids(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the arguments that may be position ids: so named, two dimensions or more, integers."""
+    return {name: value for name, value in given.items() if "position_ids" in name and _are_position_ids(value)}
+
+
+def _are_position_ids(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 1 and not value.is_floating_point()
+
+
 def padding_masks(given: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the arguments that may be padding masks: "mask" in the name, two dimensions, integers or booleans."""
     return {name: value for name, value in given.items() if "mask" in name and _is_padding_mask(value)}
@@ -60,34 +94,44 @@ def _is_padding_mask(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def left_out(masks: Sequence[Tensor]) -> Iterator[None]:
-    """Within this context, let traced code ignore padding masks if none of `masks` masks anything, as eager mode does.
+def left_out(masks: Sequence[Tensor], positions: Sequence[Tensor] | None) -> Iterator[None]:
+    """Within this context, let traced code make no attention masks where nothing is masked, as in eager mode.
 
     Before torch 2.13 transformers would keep a purely causal mask even for calls without padding masks: it asks
     whether the model is being exported, and dynamo answers yes (read in torch 2.11). Within this context the
     answer is no.
+
+    Args:
+        masks: the padding masks of the call; they are left out if all of them mask nothing.
+        positions: the position ids that the call is given. None: traced code looks for packed sequences.
     """
-    global _nothing_masked
+    global _nothing_masked, _nothing_packed
     library: Any = sys.modules.get("transformers.masking_utils")
     replaced = {name: getattr(library, name) for name in REPLACED if hasattr(library, name)}
-    before, _nothing_masked = _nothing_masked, bool(masks and replaced) and all(map(_is_full, masks))
+    before = _nothing_masked, _nothing_packed
+    _nothing_masked = bool(masks and replaced) and all(map(_is_full, masks))
+    _nothing_packed = bool(replaced) and positions is not None and all(map(_counts_up, positions))
     for name, function in replaced.items():
         setattr(library, name, REPLACED[name](function))
     try:
         yield
     finally:
-        _nothing_masked = before
+        _nothing_masked, _nothing_packed = before
         for name, function in replaced.items():
             setattr(library, name, function)
 
 
 def leaves_masks_out() -> bool:
-    """Tell whether traced code currently leaves out padding masks, so that `ComputedMask` may be raised for a graph."""
-    return _nothing_masked
+    """Tell whether traced code currently leaves out masks, so that `ComputedMask` may be raised for a graph."""
+    return _nothing_masked or _nothing_packed
 
 
 def _is_full(mask: Tensor) -> bool:
     return has_data(mask) and bool(mask.all())
+
+
+def _counts_up(positions: Tensor) -> bool:
+    return has_data(positions) and bool((positions.diff() == 1).all())
 
 
 @functools.cache
@@ -109,6 +153,19 @@ def _without_mask(ignores: Callable[..., bool], *, causal: bool) -> Callable[...
     return ignores_it
 
 
+@functools.cache
+def _without_packing(finds: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+    """Wrap the function of transformers that finds packed sequences, so that it finds none where there are none."""
+
+    def finds_them(position_ids: Tensor) -> Tensor | None:
+        if _nothing_packed:
+            counts_up(position_ids)
+            return None
+        return finds(position_ids)
+
+    return finds_them
+
+
 def _not_exporting(is_exporting: Callable[..., bool]) -> Callable[..., bool]:
     return _no if torch_release() < (2, 13) else is_exporting
 
@@ -117,59 +174,78 @@ def _no() -> bool:
     return False
 
 
-REPLACED: Mapping[str, Callable[[Callable[..., bool]], Callable[..., bool]]] = {
+REPLACED: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "_ignore_causal_mask_sdpa": functools.partial(_without_mask, causal=True),
     "_ignore_bidirectional_mask_sdpa": functools.partial(_without_mask, causal=False),
+    "find_packed_sequence_indices": _without_packing,
     "is_torchdynamo_exporting": _not_exporting,
 }
 
 
-def unmark(graph: fx.Graph, names: Sequence[str]) -> list[int]:
-    """Remove the ops that stand for left-out masks from dynamo's graph.
+@dataclass(frozen=True)
+class Check:
+    """An input of a graph that must be as it was when the graph was captured, or the graph computes something else."""
 
-    Return the indices of the inputs that are masks.
+    place: int  # index of the input
+    holds: Callable[[Tensor], bool]
+
+
+def unmark(graph: fx.Graph, names: Sequence[str]) -> list[Check]:
+    """Remove the ops that stand for tensors that were not read from dynamo's graph; return the inputs among these.
 
     Args:
         names: names of the model's inputs that may be passed by position.
 
     Raises:
-        ComputedMask: a marked mask is not (a cast or reshape of) an input whose values were checked before the call,
-            or the model has written to that input.
+        ComputedMask: a marked tensor is not (a cast or reshape of) an input whose values were checked before the call,
+            nor position ids that `torch.arange` has made, or the model has written to it.
     """
-    marks = graph.find_nodes(op="call_function", target=torch.ops.fxremat.masks_nothing.default)
+    return [
+        *_unmarked(graph, names, masks_nothing, _origin, padding_masks, _is_full),
+        *_unmarked(graph, names, counts_up, _origin_of_rows, position_ids, _counts_up),
+    ]
+
+
+def _unmarked(
+    graph: fx.Graph,
+    names: Sequence[str],
+    op: Any,
+    origin_of: Callable[[fx.Node], fx.Node],
+    known: Callable[[Mapping[str, Any]], Mapping[str, Tensor]],
+    holds: Callable[[Tensor], bool],
+) -> Iterator[Check]:
+    """Remove the marks of one op; yield the inputs that they mark."""
+    marks = graph.find_nodes(op="call_function", target=op._opoverload)
     placeholders = graph.find_nodes(op="placeholder")
-    places = []
-    written = {_origin(node) for node in graph.nodes if marks and _writes(node)}
+    written = {origin_of(node) for node in graph.nodes if marks and _writes(node)}
     for mark in marks:
-        given = _origin(mark.args[0])
+        given = origin_of(mark.args[0])
         name = input_and_dimension(given, names)[0] if given.op == "placeholder" else ""
-        known = name.isidentifier() and padding_masks({name: given.meta.get("example_value")})
-        if not known or given in written:
-            raise ComputedMask(f"{given.name} is a mask that the model computes")
+        is_known = name.isidentifier() and bool(known({name: given.meta.get("example_value")}))
+        counted = op is counts_up and _is_range(given)
+        if not (is_known or counted) or given in written:
+            raise ComputedMask(f"the model computes {given.name}, whose values decide about an attention mask")
         graph.erase_node(mark)
-        places.append(placeholders.index(given))
-    return places
+        if is_known:
+            yield Check(placeholders.index(given), holds)
 
 
-def checking(run: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """Wrap one of a model's several graphs to check at each call that the masks it left out still mask nothing.
+def checking(run: Callable[..., Any], checks: Sequence[Check]) -> Callable[..., Any]:
+    """Wrap one of a model's several graphs to check at each call that what it left out still masks nothing.
 
-    Masks are recognized by their names. After a graph break, an input with such a name may be computed by the
-    model.
-
-    Args:
-        places: indices of the inputs that are such masks.
+    Masks and position ids are recognized by their names. After a graph break, an input with such a name may be
+    computed by the model.
 
     Raises:
-        ComputedMask: at a call in which one of these inputs masks something.
+        ComputedMask: at a call in which one of these inputs masks something, or has packed sequences.
     """
 
     def call(*inputs: Any) -> Any:
-        if not all(_is_full(inputs[place]) for place in places):
+        if not all(check.holds(inputs[check.place]) for check in checks):
             raise ComputedMask("the model computes a mask that was left out")
         return run(*inputs)
 
-    return call if places else run
+    return call if checks else run
 
 
 def _origin(node: fx.Node) -> fx.Node:
@@ -178,6 +254,49 @@ def _origin(node: fx.Node) -> fx.Node:
     while node.target in SAME_TRUTH or _writes(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def _origin_of_rows(node: fx.Node) -> fx.Node:
+    """Follow ops after which rows that count up by one still do, back to the tensor that they start from."""
+    while True:
+        if node.target in SHIFTS and len(tensors := [each for each in node.args if _rank(each)]) == 1:
+            node = tensors[0]  # type: ignore[assignment]
+        elif _writes(node) or (node.target in SAME_ROWS and _keeps_rows(node)):
+            node = node.args[0]  # type: ignore[assignment]
+        else:
+            return node
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    """Tell whether the rows of what a node reshapes or indexes are rows, or parts of rows, of its result."""
+    given = node.args[0]
+    if node.target is operator.getitem:
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        if isinstance(index[0], int) and len(index) == 1:
+            return _rank(given) > 1
+        parts = all(each in (None, ...) or (isinstance(each, slice) and each.step in (None, 1)) for each in index)
+        return parts and (index[-1] is not None or len(index) == 1)
+    return _length(given) == _length(node)
+
+
+def _rank(node: Any) -> int:
+    """Return the number of dimensions of a node's tensor; 0 for scalars and for what is no tensor."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
+def _length(node: Any) -> str:
+    """Return the length of the rows of a node's tensor, as text, since comparing symbolic sizes would add guards."""
+    return str(node.meta["example_value"].shape[-1]) if _rank(node) else ""
+
+
+def _is_range(node: fx.Node) -> bool:
+    """Tell whether a node is a `torch.arange` with a step of one."""
+    if node.target is not torch.arange:
+        return False
+    step: Any = node.kwargs.get("step", node.args[2] if len(node.args) > 2 else 1)
+    dtype: Any = node.kwargs.get("dtype", torch.int64)
+    return bool(step == 1) and not dtype.is_floating_point
 
 
 def _writes(node: fx.Node) -> bool:

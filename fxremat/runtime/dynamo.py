@@ -190,7 +190,7 @@ class Backend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Return a compiled function for a captured graph. Raises `CaptureError` for sizes that depend on data."""
         inline_regions(module)
-        masks = unmark(module.graph, self.input_names)
+        checks = unmark(module.graph, self.input_names)
         outputs = auxiliary_outputs_of(module)
         if outputs.all:
             refuse_symbols(module.graph, "example_value")
@@ -199,7 +199,7 @@ class Backend:
             if loss_alone and (outputs.beside or outputs.mixed):
                 return AuxiliaryOutputs(module, outputs, self._differentiate, inputs)
             run = self._differentiate(module, inputs)
-            return run if self.coordinator is None else checking(run, masks)
+            return run if self.coordinator is None else checking(run, checks)
         finally:
             forget_history(module.graph)
 

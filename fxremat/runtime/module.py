@@ -39,7 +39,13 @@ from fxremat.options import Options
 from fxremat.planning.captured_step import CapturedStep
 from fxremat.plans import Plan
 from fxremat.progress import telling
-from fxremat.runtime.attention_masks import ComputedMask, leaves_masks_out, left_out, padding_masks
+from fxremat.runtime.attention_masks import (
+    ComputedMask,
+    leaves_masks_out,
+    left_out,
+    padding_masks,
+    position_ids,
+)
 from fxremat.runtime.capture_errors import explained, is_not_one_graph, submodule_error
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.dynamo import Backend, Reached, Until
@@ -47,6 +53,7 @@ from fxremat.runtime.plain_errors import plain_error
 from fxremat.runtime.replaced_forward import PlannedChild, largest_child, replaced_in
 from fxremat.runtime.transformers_hooks import (
     groups_heads,
+    of_transformers,
     requires_grad_hooks,
     set_up,
     without_requires_grad_hooks,
@@ -145,6 +152,11 @@ class _Training:
     # handles of hooks on parameters, which are removed when a training call is planned
     watched: list[Any] = field(default_factory=list)
     written: set[str] | None = None  # buffers that steps of several graphs write to; None: not known yet
+
+    @functools.cached_property
+    def of_transformers(self) -> bool:
+        """True if the model is one of transformers, or has one inside."""
+        return of_transformers(self.model)
 
     @property
     def needs_one_graph(self) -> str:
@@ -720,10 +732,11 @@ def _plain_error(training: _Training, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_in_parts = training.in_parts is not None
-    masks = _padding_masks(training, args, kwargs)
+    named = by_name(training.backend.input_names, args, kwargs)
+    masks, positions = _padding_masks(training, named), _position_ids(training, named)
     try:
         hooks_off = without_requires_grad_hooks(training.model) if training.hooks_off else contextlib.nullcontext()
-        with hooks_off, left_out(masks):
+        with hooks_off, left_out(masks, positions):
             return _run_step(training, args, kwargs)
     except Exception as error:
         place = graph_break_place(error)
@@ -738,12 +751,24 @@ def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _run(training, args, kwargs)
 
 
-def _padding_masks(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
+def _position_ids(training: _Training, named: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
+    """Return the position ids of a call; None if their values must not decide about a graph.
+
+    That is in models that compute them in several ways, in a job of several ranks that are given them, and in models
+    that are not of transformers.
+    """
+    given = [*position_ids(named).values()]
+    if training.keeps_masks or (given and among_ranks()) or not training.of_transformers:
+        return None
+    return given
+
+
+def _padding_masks(training: _Training, named: Mapping[str, Any]) -> Sequence[torch.Tensor]:
     """Return the padding masks of a call that may be left out of the graph; () if the model computes masks itself.
 
     Also () in a job of several ranks, which all have to capture the same graph.
     """
-    masks = padding_masks(by_name(training.backend.input_names, args, kwargs))
+    masks = padding_masks(named)
     if not (training.keeps_masks or among_ranks()):
         return [*masks.values()]
     if masks and not training.backend.plans and groups_heads(training.model):

@@ -38,6 +38,12 @@ def set_up(model: nn.Module, place: str) -> bool:
     return found
 
 
+def of_transformers(model: nn.Module) -> bool:
+    """Tell whether a model is one of transformers, or has one inside."""
+    library = sys.modules.get("transformers")
+    return library is not None and any(isinstance(module, library.PreTrainedModel) for module in model.modules())
+
+
 def groups_heads(model: nn.Module) -> bool:
     """Tell whether a transformers model uses PyTorch's attention with heads that share keys and values (GQA).
 

@@ -84,6 +84,75 @@ def test_sizes_that_change_are_captured_once(captures: list[object]) -> None:
     assert len(captures) == 1
 
 
+def positions(*lengths: int) -> dict[str, Tensor]:
+    """A batch without a padding mask or a cache, and the position ids of sequences that are packed in each row."""
+    batch = tokens() | {"use_cache": False}
+    del batch["attention_mask"]
+    rows, length = batch["input_ids"].shape
+    packed = torch.cat([torch.arange(n) for n in (*lengths, length - sum(lengths))])
+    return batch | {"position_ids": packed.expand(rows, -1)}
+
+
+def test_without_a_mask_and_a_cache(captures: list[object]) -> None:
+    """Then transformers looks for packed sequences in eager mode, and leaves out the mask if there are none."""
+    batch = positions()
+    del batch["position_ids"]
+    shorter = batch | {name: batch[name][:, :20].contiguous() for name in ("input_ids", "labels")}
+    assert masked_in_graphs(compare(llama, batch, shorter, dynamic=True)) == [False, False]
+    assert len(captures) == 1
+
+
+def test_packed_sequences_have_the_bits_of_eager_mode() -> None:
+    compiled = compare(llama, positions(), positions(7), positions(), positions(3, 10))
+    assert masked_in_graphs(compiled) == [False, True]
+
+
+class OwnPositions(nn.Module):
+    """Makes position ids, by a function of the tokens."""
+
+    def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.made = llama(), made
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return self.inner(input_ids=input_ids, position_ids=self.made(input_ids), labels=labels, use_cache=False)
+
+
+def counted(tokens: Tensor) -> Tensor:
+    """Position ids that count up from one."""
+    return (torch.arange(tokens.shape[1])[None] + 1).expand(tokens.shape[0], -1)
+
+
+def written(tokens: Tensor) -> Tensor:
+    """Position ids of two sequences."""
+    positions = torch.arange(tokens.shape[1])[None].clone()
+    positions[:, 8:] -= 8
+    return positions
+
+
+def every_second(tokens: Tensor) -> Tensor:
+    return torch.arange(0, 2 * tokens.shape[1], 2)[None]
+
+
+def transposed(tokens: Tensor) -> Tensor:
+    """Rows that are columns of what counts up."""
+    return torch.arange(tokens.numel()).view(tokens.shape[1], -1)[:, :1].view(1, -1)
+
+
+@pytest.mark.parametrize(
+    ("made", "masked"),
+    [
+        (counted, False),
+        (written, True),
+        pytest.param(every_second, True, marks=pytest.mark.long),
+        pytest.param(transposed, True, marks=pytest.mark.long),
+    ],
+)
+def test_position_ids_that_the_model_makes(made: Callable[[Tensor], Tensor], masked: bool) -> None:
+    batch = {name: value for name, value in tokens().items() if name != "attention_mask"}
+    assert masked_in_graphs(compare(lambda: OwnPositions(made), batch)) == [masked]
+
+
 class OwnMask(nn.Module):
     """Pads by tokens, whatever the mask says that it is given."""
 
@@ -196,10 +265,10 @@ def test_the_library_is_as_it_was() -> None:
     import transformers.masking_utils as library
 
     before = {name: getattr(library, name) for name in attention_masks.REPLACED if hasattr(library, name)}
-    with pytest.raises(ValueError, match="stop"), attention_masks.left_out([torch.ones(2, 3, dtype=torch.bool)]):
+    with pytest.raises(ValueError, match="stop"), attention_masks.left_out([torch.ones(2, 3, dtype=torch.bool)], []):
         raise ValueError("stop")
     assert before == {name: getattr(library, name) for name in before}
-    assert not attention_masks._nothing_masked
+    assert not attention_masks.leaves_masks_out()
 
 
 class Table(OwnMask):
