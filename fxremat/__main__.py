@@ -386,10 +386,13 @@ def _fits(args: argparse.Namespace) -> str:
 
     names = ("batch", "length", "image", "dtype", "train", "optimizer", "accumulate", "devices", "shard", "device_mem")
     asked = {name: value for name in names if (value := getattr(args, name)) is not None}
-    asked |= {"on": args.on, "config": dict(map(_key_and_value, args.config))}
+    cards = [name.strip() for name in args.on.split(",")]
+    asked |= {"on": cards if len(cards) > 1 else args.on, "config": dict(map(_key_and_value, args.config))}
     if args.largest is not None:
         if args.html is not None:
             raise FxrematError("--largest prints a size; --html is for the answer at one size")
+        if len(cards) > 1:
+            raise FxrematError(f"--largest is for one device, and --on names {len(cards)}")
         found = largest_that_fits(args.model, args.largest, up_to=args.up_to, **asked)
         return json.dumps(asdict(found)) if args.json else str(found)
     answer = fits(args.model, **asked)
@@ -627,7 +630,9 @@ def _parser() -> _Parser:
         help="a config.json or its folder (transformers, diffusers), a name on the hub or of timm, "
         "package.module:factory, or a shipped configuration such as llama-3-8b",
     )
-    fits.add_argument("--on", required=True, metavar="NAME", help="the device, such as RTX-4090")
+    fits.add_argument(
+        "--on", required=True, metavar="NAME", help="the device, such as RTX-4090, or several: RTX-4090,H100"
+    )
     fits.add_argument(
         "--device-mem", metavar="SIZE", help="what the process may have there, such as 20GiB (default: all that it has)"
     )

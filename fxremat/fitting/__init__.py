@@ -1,7 +1,8 @@
 """Answer whether a model trains on a device: `fits`.
 
     loaded    = load(model)                  on the meta device, from a configuration, a name or a function
-    step      = step_of(loaded)              captured with a few of its equal layers, which are repeated
+    captured  = captured_for(loaded)         a few of its equal layers, which are repeated; once for several devices
+    step      = captured.on(device)          with its estimated costs there
     resident  = resident_of(loaded, step)    weights, optimizer state and all else that is there the whole time
     frontier  = frontier_of(step)            what memory buys
     way       = the fastest that fits: all on the device, else with activations, else with weights on the host
@@ -11,21 +12,21 @@ Nothing is allocated on a device, and no weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 
 from fxremat.cost.devices import Device
 from fxremat.errors import FxrematError
-from fxremat.fitting.answer import Answer
+from fxremat.fitting.answer import Answer, Answers
 from fxremat.fitting.ledger import Resident, total_of
 from fxremat.fitting.loaded import Loaded
 from fxremat.fitting.loading import load
 from fxremat.fitting.resident import planned_step, resident_of
 from fxremat.fitting.settings import Training
-from fxremat.fitting.steps import EstimatedStep, step_of
+from fxremat.fitting.steps import CapturedModel, EstimatedStep, captured_for
 from fxremat.fitting.ways import (
     Room,
     Way,
@@ -40,7 +41,8 @@ from fxremat.units import format_bytes, parse_bytes
 QUICK = 1000  # captured ops: of a larger step no second batch is tried
 
 
-def fits(
+@overload
+def fits(  # type: ignore[overload-overlap]  # a text is a sequence of texts
     model: str | nn.Module,
     *,
     on: str | Device,
@@ -56,10 +58,46 @@ def fits(
     accumulate: int = 1,
     devices: int = 1,
     shard: str | None = None,
-) -> Answer:
+) -> Answer: ...
+@overload
+def fits(
+    model: str | nn.Module,
+    *,
+    on: Sequence[str | Device],
+    device_mem: int | str | None = None,
+    inputs: Any = None,
+    config: Mapping[str, Any] | None = None,
+    batch: int = 1,
+    length: int | None = None,
+    image: int | None = None,
+    dtype: str = "bf16",
+    train: str = "full",
+    optimizer: str = "adamw",
+    accumulate: int = 1,
+    devices: int = 1,
+    shard: str | None = None,
+) -> Answers: ...
+def fits(
+    model: str | nn.Module,
+    *,
+    on: str | Device | Sequence[str | Device],
+    device_mem: int | str | None = None,
+    inputs: Any = None,
+    config: Mapping[str, Any] | None = None,
+    batch: int = 1,
+    length: int | None = None,
+    image: int | None = None,
+    dtype: str = "bf16",
+    train: str = "full",
+    optimizer: str = "adamw",
+    accumulate: int = 1,
+    devices: int = 1,
+    shard: str | None = None,
+) -> Answer | Answers:
     """Tell whether a model trains on a device, and with which memory; no data is allocated.
 
         print(fxremat.fits("llama-3-8b", on="H200", length=4096))
+        print(fxremat.fits("llama-3-8b", on=["RTX-4090", "A100-80GB", "H200"]))
 
     Most of its time is capturing and planning; docs/fits.md has the seconds that it takes for public models.
 
@@ -67,7 +105,8 @@ def fits(
         model: a configuration of transformers or diffusers (its folder or file, or a name on the hub), a name that timm
             knows, "package.module:factory", the name of a configuration that comes with fxremat, or a model that goes
             with `inputs`.
-        on: a device by name, such as "RTX-4090": `fxremat devices` lists them.
+        on: a device by name, such as "RTX-4090": `fxremat devices` lists them. Several in a list: the model is
+            captured once, and the answers are returned together.
         device_mem: what the process may have on the device, such as "20GiB"; None: all that it has.
         inputs: those of a training call, where `model` is a module; they may be on the meta device.
         config: settings of the configuration that differ, such as {"num_hidden_layers": 16}.
@@ -90,34 +129,42 @@ def fits(
         devices=devices,
         shard=shard,
     )
-    device = device_with_memory(on, device_mem)
-    loaded, step, planned, resident = _captured(model, inputs, training, config or {}, device)
+    names = [on] if isinstance(on, str | Device) else [*on]
+    if not names:
+        raise FxrematError("`on` is an empty list: name a device, such as on=['RTX-4090']")
+    cards = [device_with_memory(name, device_mem) for name in names]
+    if len({card.torch_device.type for card in cards}) > 1:
+        raise FxrematError(f"{', '.join(map(str, cards))} run different kernels: ask for each kind of device alone")
+    loaded = load(model, inputs, training, config or {})
+    captured = captured_for(loaded, cards[0])
+    answers = [_answer(loaded, captured, training, card, limited=device_mem is not None) for card in cards]
+    if not isinstance(on, str | Device):
+        return Answers(answers=tuple(answers))
+    (answer,) = answers
+    quick = isinstance(model, str) and answer.room.step.captured_ops <= QUICK
+    if not quick or answer.way is None or answer.way.how:
+        return answer
+    return replace(answer, larger=_larger(model, training, config or {}, cards[0]))
+
+
+def _answer(loaded: Loaded, captured: CapturedModel, training: Training, device: Device, *, limited: bool) -> Answer:
+    planned, resident = _planned(loaded, captured, training, device)
     room = Room(device=device, step=planned, resident=resident, frontier=frontier_of(planned))
     way: Way | str | None = on_the_device(room) or with_activations_on_host(room)
     if way is None:
         way = with_weights_on_host(room, loaded, training)
-    found = way if isinstance(way, Way) else None
-    answer = Answer(
-        loaded=loaded,
-        training=training,
-        device=device,
-        room=room,
-        way=found,
-        reason=way if isinstance(way, str) else "",
-        limited=device_mem is not None,
+    found, reason = (way, "") if isinstance(way, Way) else (None, way)
+    return Answer(
+        loaded=loaded, training=training, device=device, room=room, way=found, reason=reason, limited=limited
     )
-    if found is None or found.how or isinstance(model, nn.Module) or step.captured_ops > QUICK:
-        return answer
-    return replace(answer, larger=_larger(model, training, config or {}, device))
 
 
-def _captured(
-    model: Any, inputs: Any, training: Training, config: Mapping[str, Any], device: Device
-) -> tuple[Loaded, EstimatedStep, EstimatedStep, Resident]:
-    """Return the model, its captured step, the step that is planned, and what the device holds besides."""
-    loaded = load(model, inputs, training, config)
-    step = step_of(loaded, device)
-    return loaded, step, planned_step(step, training), resident_of(loaded, step, training, device)
+def _planned(
+    loaded: Loaded, captured: CapturedModel, training: Training, device: Device
+) -> tuple[EstimatedStep, Resident]:
+    """Return the step that is planned on a device, and what the device holds besides."""
+    step = captured.on(device)
+    return planned_step(step, training), resident_of(loaded, step, training, device)
 
 
 def device_with_memory(on: str | Device, device_mem: int | str | None = None) -> Device:
@@ -144,11 +191,12 @@ def device_with_memory(on: str | Device, device_mem: int | str | None = None) ->
 
 def needed(model: str, training: Training, config: Mapping[str, Any], device: Device) -> int:
     """Return the least bytes of a device's memory that training a model takes, with everything on the device."""
-    _, _, planned, resident = _captured(model, None, training, config, device)
+    loaded = load(model, None, training, config)
+    planned, resident = _planned(loaded, captured_for(loaded, device), training, device)
     return total_of(least_of(planned.graph, planned.costs).peak, resident)
 
 
-def _larger(model: str, training: Training, config: Mapping[str, Any], device: Device) -> int | None:
+def _larger(model: Any, training: Training, config: Mapping[str, Any], device: Device) -> int | None:
     """Return twice the batch if that fits too, else None."""
     twice = replace(training, batch=2 * training.batch)
     return twice.batch if needed(model, twice, config, device) <= (device.memory or 0) else None

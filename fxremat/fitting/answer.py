@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from html import escape
@@ -152,6 +153,68 @@ class Answer:
 
     def _repr_html_(self) -> str:
         return f"<p><strong>{escape(self.line)}</strong></p>{self.table.html()}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Answers(Sequence[Answer]):
+    """The answers for one model on several devices; it prints as a table with a row for each."""
+
+    answers: tuple[Answer, ...]  # at least one
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.answers[place]
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    @property
+    def table(self) -> Table:
+        """A row for each device: the answer, what the process takes there, and what it takes at least."""
+        return Table(
+            title=(self.answers[0]._what,),
+            heads=("device", "memory", "fits", "takes", "at least", "time"),
+            rows=tuple(map(_row, self.answers)),
+            notes=(
+                "takes, at least: bytes of the whole process; at least: with everything on the device",
+                "time: of forward and backward, as a multiple of recomputing nothing on that device",
+            ),
+            left=frozenset([0, 2]),
+        )
+
+    def __str__(self) -> str:
+        return str(self.table)
+
+    def __repr__(self) -> str:
+        return f"<fxremat answers: {'; '.join(f'{each.device}: {each.line}' for each in self.answers)}>"
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the answers as data that `json.dumps` takes, in the order of the devices; sizes in bytes."""
+        return [answer.to_json() for answer in self.answers]
+
+    def to_html(self) -> str:
+        """Return the table as an HTML page."""
+        return (
+            '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
+            f"<title>{escape(self.answers[0].loaded.name)}</title>\n"
+            '<body style="font-family: system-ui, sans-serif; max-width: 60em; margin: 2em auto;">\n'
+            f"{self.table.html()}\n</body></html>\n"
+        )
+
+    def _repr_html_(self) -> str:
+        return self.table.html()
+
+
+def _row(answer: Answer) -> tuple[str, ...]:
+    way = answer.way
+    how = "no" if way is None else f"yes, {way.how} on the host" if way.how else "yes"
+    return (
+        str(answer.device),
+        f"{_gib(answer.device.memory or 0)} GiB",
+        how,
+        f"{_gib(way.ledger.total)} GiB" if way else "-",
+        f"{_gib(answer.room.least)} GiB",
+        f"{way.slowdown:.2f}x" if way else "-",
+    )
 
 
 def _gib(count: int) -> str:

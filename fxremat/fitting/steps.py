@@ -12,7 +12,7 @@ from fxremat.cost.estimate import assumptions, estimate
 from fxremat.cost.measure import fresh_as_known
 from fxremat.errors import FxrematError
 from fxremat.fitting.loaded import Loaded
-from fxremat.fitting.repeat import NotPeriodic, repeated
+from fxremat.fitting.repeat import NotPeriodic, Repeated, repeated
 from fxremat.fitting.stacks import CAPTURED, Stack, shortened, stacks
 from fxremat.graphs.captured import Captured
 from fxremat.settings import Search
@@ -38,8 +38,28 @@ class EstimatedStep:
         return frozenset(named[value] for value in returned if value in named)
 
 
-def step_of(loaded: Loaded, device: Device) -> EstimatedStep:
-    """Capture the training step of a model for a device.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CapturedModel:
+    """A captured training step, and how often its layers repeat; it has costs only for a device."""
+
+    captured: Captured
+    stacks: tuple[Repeated, ...] = ()  # graphs that grow: each has one more stack of layers at its full depth
+
+    def on(self, device: Device) -> EstimatedStep:
+        """Return the whole step with the estimated costs of a device."""
+        graph, costs = self.captured.step, estimate(self.captured, device, fresh_as_known(self.captured))
+        for longer in self.stacks:
+            graph, costs = longer.graph, longer.costs(costs)
+        return EstimatedStep(
+            graph=graph,
+            costs=costs,
+            captured_ops=len(self.captured.ops),
+            assumed=assumptions(self.captured, device),
+        )
+
+
+def captured_for(loaded: Loaded, device: Device) -> CapturedModel:
+    """Capture the training step of a model as it runs on devices of the same kind, such as all CUDA devices.
 
     Where the model's layers are known to be equal, a few of them are captured, and repeated as often as the model has
     them. Runs some 4 s for a decoder of any depth, and a second more for each 100 ops of a layer.
@@ -49,14 +69,12 @@ def step_of(loaded: Loaded, device: Device) -> EstimatedStep:
     """
     for found in _ways(loaded):
         try:
-            return _repeated(loaded, device, found)
+            with shortened(loaded.model, found):
+                captured = _captured(loaded, device)
+            return CapturedModel(captured=captured, stacks=tuple(_repeated(captured.step, found)))
         except NotPeriodic as error:
             log.info("stacks of layers cannot be shortened so far: %s", error)
-    graph = _captured(loaded, device)
-    costs = _costs(graph, device)
-    return EstimatedStep(
-        graph=graph.step, costs=costs, captured_ops=len(graph.ops), assumed=assumptions(graph, device)
-    )
+    return CapturedModel(captured=_captured(loaded, device))
 
 
 def _ways(loaded: Loaded) -> Iterator[tuple[Stack, ...]]:
@@ -72,16 +90,11 @@ def _ways(loaded: Loaded) -> Iterator[tuple[Stack, ...]]:
                 yield found
 
 
-def _repeated(loaded: Loaded, device: Device, found: tuple[Stack, ...]) -> EstimatedStep:
-    with shortened(loaded.model, found):
-        captured = _captured(loaded, device)
-    graph, costs = captured.step, _costs(captured, device)
+def _repeated(graph: StepGraph, found: tuple[Stack, ...]) -> Iterator[Repeated]:
     for stack in found:
         longer = repeated(graph, stack.windows)
-        graph, costs = longer.graph, longer.costs(costs)
-    return EstimatedStep(
-        graph=graph, costs=costs, captured_ops=len(captured.ops), assumed=assumptions(captured, device)
-    )
+        graph = longer.graph
+        yield longer
 
 
 def _captured(loaded: Loaded, device: Device) -> Captured:
@@ -93,6 +106,3 @@ def _captured(loaded: Loaded, device: Device) -> Captured:
         raise type(error)(f"{loaded.name}: {error}") from error
     return step.graph
 
-
-def _costs(graph: Captured, device: Device) -> Costs:
-    return estimate(graph, device, fresh_as_known(graph))

@@ -53,6 +53,40 @@ SMALL: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 1,
     },
+    "llama-3.2-1b": DECODER,
+    "mistral-7b": DECODER,
+    "qwen-2.5-7b": QWEN_VL,
+    "qwen-3-4b": DECODER,
+    "gemma-2-2b": DECODER | {"query_pre_attn_scalar": 16},
+    "phi-3-mini": QWEN_VL | {"bos_token_id": 1, "eos_token_id": 2},
+    "pythia-1.4b": {key: value for key, value in QWEN_VL.items() if key != "num_key_value_heads"},
+    "opt-1.3b": {
+        "hidden_size": 64,
+        "word_embed_proj_dim": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "vocab_size": 128,
+        "max_position_embeddings": 64,
+    },
+    "falcon-7b": {"hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": 128},
+    "bert-base": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "vocab_size": 128,
+        "max_position_embeddings": 64,
+    },
+    "t5-large": {
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 96,
+        "num_layers": LAYERS,
+        "num_decoder_layers": LAYERS,
+        "num_heads": 4,
+        "vocab_size": 128,
+    },
     "vit-h": {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -130,8 +164,9 @@ def with_data(loaded: Loaded) -> tuple[nn.Module, Any]:
         model.tie_weights()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
-    for buffer in model.buffers():
-        last = torch.arange(buffer.shape[-1]) if buffer.dim() else torch.ones(())
+    for name, buffer in model.named_buffers():
+        counts = buffer.dim() and not name.endswith("token_type_ids")
+        last = torch.arange(buffer.shape[-1]) if counts else torch.zeros(()) if buffer.dim() else torch.ones(())
         buffer.copy_(last.expand(buffer.shape) if not buffer.is_floating_point() else torch.ones(buffer.shape))
     inputs = pytree.tree_map_only(Tensor, lambda tensor: torch.zeros_like(tensor, device="cpu"), loaded.inputs)
     if loaded.name == "gemma-3-4b":

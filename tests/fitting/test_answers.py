@@ -92,6 +92,33 @@ def test_values_and_weights_wait_on_the_host_where_the_device_is_too_small() -> 
     assert 'Offload(weights=True, updates="step")' in summed.calls["PyTorch"]
 
 
+def test_several_devices_are_answered_from_one_capture(captures: list[object]) -> None:
+    cards = [replace(card(mib), name=f"card {mib}") for mib in (2048, CONTEXT // MIB + 22, CONTEXT // MIB + 4)]
+    model, x = Net(), torch.zeros(4096, WIDTH)
+    several = fxremat.fits(model, inputs=x, on=cards, dtype="fp32")
+    assert len(captures) == 1
+    assert len(several) == len(several.to_json()) == 3
+    alone = [fxremat.fits(model, inputs=x, on=each, dtype="fp32") for each in cards]
+    assert [each.to_json() for each in several] == [each.to_json() for each in alone]
+    heads, *rows = [[*map(str.strip, line.split("  "))] for line in str(several).splitlines()[1:5]]
+    cells = [[cell for cell in row if cell] for row in rows]
+    assert "fits" in heads
+    assert [(row[0], row[2]) for row in cells] == [
+        ("card 2048", "yes"), (cards[1].name, "yes, weights on the host"), (cards[2].name, "no")
+    ]  # fmt: skip
+    assert several.table.html() in several.to_html()
+    with pytest.raises(FxrematError, match="run different kernels"):
+        fxremat.fits(model, inputs=x, on=[card(2048), replace(Device.named("cpu"), memory=2**40)])
+    with pytest.raises(FxrematError, match="is an empty list"):
+        fxremat.fits(model, inputs=x, on=[])
+
+
+def test_the_command_takes_several_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "tests.fitting.test_answers:factory"
+    assert main(["fits", name, "--on", "T4, L4", "--json", "--dtype", "fp32"]) == 0
+    assert [each["device"] for each in json.loads(capsys.readouterr().out)] == ["T4", "L4"]
+
+
 def test_the_update_counts_where_it_needs_more_than_the_step() -> None:
     answer = fxremat.fits(Net(), inputs=torch.zeros(1, WIDTH), on=card(2048), dtype="fp32", optimizer="adafactor")
     parts = answer.ledger.parts
@@ -203,3 +230,5 @@ def test_the_largest_batch_is_one_that_the_next_one_exceeds(capsys: pytest.Captu
     assert found["total"] <= found["device_memory"] < found["next_total"]
     assert main(["fits", name, "--on", "T4", "--largest", "width"]) == 2
     assert "--largest is 'width'; it is one of batch, length" in capsys.readouterr().err
+    assert main(["fits", name, "--on", "T4,L4", "--largest", "batch"]) == 2
+    assert "--largest is for one device, and --on names 2" in capsys.readouterr().err

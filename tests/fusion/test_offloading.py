@@ -25,11 +25,21 @@ def compiled(model: nn.Module, mem: int | str, offload: bool | Offload = True) -
     return fxremat.compile(copy.deepcopy(model), mem=mem, backend="inductor", offload=offload, search=search)
 
 
-@pytest.mark.parametrize("mem", ["38%", pytest.param("50%", marks=pytest.mark.long)])
-def test_regions_and_copies_to_the_host_share_a_budget(mem: str) -> None:
-    torch.manual_seed(0)
+def unet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     case = models.get("unet", "small")
-    plain, batch = case.model(), case.batch(0)
+    return case.model(), case.batch(0)
+
+
+@pytest.mark.parametrize(
+    ("made", "mem"),
+    [
+        pytest.param(lambda: (model_of(dropout=0.0, layers=2), batch()), "60%", id="trunk-60%"),
+        *(pytest.param(unet, mem, id=f"unet-{mem}", marks=pytest.mark.long) for mem in ("38%", "50%")),
+    ],
+)
+def test_regions_and_copies_to_the_host_share_a_budget(made: Any, mem: str) -> None:
+    torch.manual_seed(0)
+    plain, batch = made()
     model = compiled(plain, mem)
     for seed in range(2):
         for one in (plain, model):
@@ -60,8 +70,7 @@ def test_regions_and_copies_to_the_host_share_a_budget(mem: str) -> None:
 @pytest.mark.long
 def test_a_limit_on_the_host_holds() -> None:
     torch.manual_seed(0)
-    case = models.get("unet", "small")
-    plain, batch = case.model(), case.batch(0)
+    plain, batch = unet()
     model = compiled(plain, "60%", Offload(limit="400KiB"))
     model(*batch).backward()
     transfers = model.plan.running.chosen.transfers

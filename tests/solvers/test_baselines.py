@@ -41,7 +41,7 @@ def test_periodic_tries_ten_numbers_of_segments():
     assert len(schedules(chain(1))) == 1
 
 
-@settings(max_examples=everyday(25), deadline=None)
+@settings(max_examples=everyday(10), deadline=None)
 @given(chains(6))
 def test_the_default_is_no_worse_than_the_baselines(chain):
     for baseline in [*keep_all.schedules(chain), *schedules(chain)]:

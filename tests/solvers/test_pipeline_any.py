@@ -129,7 +129,7 @@ def refused_or_checked(job: Job, effort: float = 0.1) -> None:
     assert plan.period <= contiguous * SLACK
 
 
-@few(everyday(60))
+@few(everyday(25))
 @given(jobs(9, 4))
 def test_plans_hold_and_are_never_slower_than_the_best_contiguous_one(job: Job) -> None:
     refused_or_checked(job, effort=0.02)
