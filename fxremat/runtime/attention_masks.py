@@ -38,6 +38,10 @@ _nothing_packed = False  # True during a call whose position ids are one sequenc
 SAME_TRUTH = (operator.getitem, "to", "bool", "int", "long", "contiguous", "view", "reshape", "expand", "clone")
 SAME_ROWS = (operator.getitem, "to", "int", "long", "contiguous", "view", "reshape", "expand", "clone", "unsqueeze")
 SHIFTS = (operator.add, "add", torch.add)
+IN_PLACE = (
+    *(operator.setitem, operator.iadd, operator.isub, operator.imul, operator.ifloordiv, operator.imod),
+    *(operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift, operator.ipow),
+)
 
 
 class ComputedMask(FxrematError):
@@ -302,4 +306,4 @@ def _is_range(node: fx.Node) -> bool:
 def _writes(node: fx.Node) -> bool:
     """Tell whether a node of dynamo's graph writes into its first argument."""
     target = node.target
-    return target is operator.setitem or (node.op == "call_method" and str(target).endswith("_"))
+    return target in IN_PLACE or (node.op == "call_method" and str(target).endswith("_"))

@@ -130,6 +130,14 @@ def written(tokens: Tensor) -> Tensor:
     return positions
 
 
+def written_by_a_view(tokens: Tensor) -> Tensor:
+    """Position ids of two sequences."""
+    positions = torch.arange(tokens.shape[1])[None].clone()
+    second = positions[:, 8:]
+    second -= 8
+    return positions
+
+
 def every_second(tokens: Tensor) -> Tensor:
     return torch.arange(0, 2 * tokens.shape[1], 2)[None]
 
@@ -144,6 +152,7 @@ def transposed(tokens: Tensor) -> Tensor:
     [
         (counted, False),
         (written, True),
+        (written_by_a_view, True),
         pytest.param(every_second, True, marks=pytest.mark.long),
         pytest.param(transposed, True, marks=pytest.mark.long),
     ],
