@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 from torch import nn
 
@@ -25,7 +25,7 @@ from fxremat.fitting.ledger import Resident, total_of
 from fxremat.fitting.loaded import Loaded
 from fxremat.fitting.loading import load
 from fxremat.fitting.resident import planned_step, resident_of
-from fxremat.fitting.settings import Training
+from fxremat.fitting.settings import Training, TrainingSettings
 from fxremat.fitting.steps import CapturedModel, EstimatedStep, captured_for
 from fxremat.fitting.ways import (
     Room,
@@ -49,15 +49,7 @@ def fits(  # type: ignore[overload-overlap]  # a text is a sequence of texts
     device_mem: int | str | None = None,
     inputs: Any = None,
     config: Mapping[str, Any] | None = None,
-    batch: int = 1,
-    length: int | None = None,
-    image: int | None = None,
-    dtype: str = "bf16",
-    train: str = "full",
-    optimizer: str = "adamw",
-    accumulate: int = 1,
-    devices: int = 1,
-    shard: str | None = None,
+    **settings: Unpack[TrainingSettings],
 ) -> Answer: ...
 @overload
 def fits(
@@ -67,15 +59,7 @@ def fits(
     device_mem: int | str | None = None,
     inputs: Any = None,
     config: Mapping[str, Any] | None = None,
-    batch: int = 1,
-    length: int | None = None,
-    image: int | None = None,
-    dtype: str = "bf16",
-    train: str = "full",
-    optimizer: str = "adamw",
-    accumulate: int = 1,
-    devices: int = 1,
-    shard: str | None = None,
+    **settings: Unpack[TrainingSettings],
 ) -> Answers: ...
 def fits(
     model: str | nn.Module,
@@ -84,15 +68,7 @@ def fits(
     device_mem: int | str | None = None,
     inputs: Any = None,
     config: Mapping[str, Any] | None = None,
-    batch: int = 1,
-    length: int | None = None,
-    image: int | None = None,
-    dtype: str = "bf16",
-    train: str = "full",
-    optimizer: str = "adamw",
-    accumulate: int = 1,
-    devices: int = 1,
-    shard: str | None = None,
+    **settings: Unpack[TrainingSettings],
 ) -> Answer | Answers:
     """Tell whether a model trains on a device, and with which memory; no data is allocated.
 
@@ -110,25 +86,24 @@ def fits(
         device_mem: what the process may have on the device, such as "20GiB"; None: all that it has.
         inputs: those of a training call, where `model` is a module; they may be on the meta device.
         config: settings of the configuration that differ, such as {"num_hidden_layers": 16}.
-        batch, length, image, dtype, train, optimizer, accumulate, devices, shard: what is trained and how; see
-            `fxremat.fitting.settings.Training`.
+        settings: what is trained and how, the fields of `fxremat.fitting.settings.Training`:
+
+            batch       examples in one forward and backward, on each device: 1
+            length      tokens of an example; None: what the configuration suggests
+            image       pixels along a side of an image; None: what the configuration says
+            dtype       "bf16", "fp32" or "autocast"
+            train       "full", or "lora:16" with a rank
+            optimizer   "adamw", "adamw8bit", "sgd", "adafactor" or "muon"
+            accumulate  backwards before each step of the optimizer: 1
+            devices     devices that train together: 1
+            shard       "fsdp" or "ddp", for several devices
 
     Raises:
         CaptureError: the model is not one graph.
         FxrematError: a setting has a value that it cannot have, a library is missing, or what is asked for is not
             answered yet; the message says what would be.
     """
-    training = Training(
-        batch=batch,
-        length=length,
-        image=image,
-        dtype=dtype,
-        train=train,
-        optimizer=optimizer,
-        accumulate=accumulate,
-        devices=devices,
-        shard=shard,
-    )
+    training = Training(**settings)
     names = [on] if isinstance(on, str | Device) else [*on]
     if not names:
         raise FxrematError("`on` is an empty list: name a device, such as on=['RTX-4090']")

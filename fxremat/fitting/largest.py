@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Unpack
 
 from fxremat.cost.devices import Device
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.fitting import device_with_memory, needed
-from fxremat.fitting.settings import Training
+from fxremat.fitting.settings import Training, TrainingSettings
 from fxremat.units import format_bytes, shortened
 from fxremat.what_if import largest
 
@@ -54,7 +54,7 @@ def largest_that_fits(
     device_mem: int | str | None = None,
     config: Mapping[str, Any] | None = None,
     up_to: int = 65536,
-    **settings: Any,
+    **settings: Unpack[TrainingSettings],
 ) -> LargestThatFits:
     """Return the largest batch, or the largest length in steps of 128 tokens, with which a model trains on a device.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 
@@ -14,6 +15,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "autocast": torch.float
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "adafactor", "muon")
 RANK = 16  # of LoRA's matrices, if no rank is given
 SHARDS = ("fsdp", "ddp")
+
+
+class TrainingSettings(TypedDict, total=False):
+    """The fields of `Training` as keyword arguments."""
+
+    batch: int
+    length: int | None
+    image: int | None
+    dtype: str
+    train: str
+    optimizer: str
+    accumulate: int
+    devices: int
+    shard: str | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,7 @@ def set_up(model: nn.Module, place: str) -> bool:
     capturing = sys.modules.get("transformers.utils.output_capturing")
     if capturing is None or "maybe_install_capturing_hooks" not in place:
         return False
-    base = sys.modules["transformers"].PreTrainedModel
-    models = [module for module in model.modules() if isinstance(module, base)]
+    models = [*_models_in(model)]
     hooked = {id(module) for module in models if getattr(module, "_output_capturing_hooks_installed", False)}
     found = False
     for module in models:  # outer modules come first, since their hooks also install those of inner modules
@@ -40,8 +39,7 @@ def set_up(model: nn.Module, place: str) -> bool:
 
 def of_transformers(model: nn.Module) -> bool:
     """Tell whether a model is one of transformers, or has one inside."""
-    library = sys.modules.get("transformers")
-    return library is not None and any(isinstance(module, library.PreTrainedModel) for module in model.modules())
+    return any(True for _ in _models_in(model))
 
 
 def groups_heads(model: nn.Module) -> bool:
@@ -49,11 +47,15 @@ def groups_heads(model: nn.Module) -> bool:
 
     Gradients of such attention round differently with a mask that masks nothing than without a mask.
     """
-    library = sys.modules.get("transformers")
-    if library is None:
-        return False
-    models = (module for module in model.modules() if isinstance(module, library.PreTrainedModel))
+    models = _models_in(model)
     return any(_groups_heads(each.config) and each.config._attn_implementation == "sdpa" for each in models)
+
+
+def _models_in(model: nn.Module) -> Iterator[Any]:
+    """Yield the models of transformers among a model and its modules, outer ones first."""
+    library = sys.modules.get("transformers")
+    if library is not None:
+        yield from (module for module in model.modules() if isinstance(module, library.PreTrainedModel))
 
 
 def _groups_heads(config: Any) -> bool:
