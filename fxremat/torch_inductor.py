@@ -29,6 +29,16 @@ ALWAYS = {
 }
 
 
+def with_strides(graph: fx.Graph, node: fx.Node, strides: Sequence[Any]) -> fx.Node:
+    """Insert a node by which Inductor lays out a tensor in the order of given strides; return it.
+
+    `torch.ops.prims.inductor_force_stride_order` (torch 2.11, 2.13): nothing is copied where the tensor lies so.
+    """
+    import torch._inductor.inductor_prims  # defines the op
+
+    return graph.call_function(torch.ops.prims.inductor_force_stride_order.default, (node, list(strides)))
+
+
 def compile_region(
     module: fx.GraphModule,
     given: Sequence[torch.Tensor],

@@ -22,7 +22,11 @@ from fxremat.graphs.accounting import device_of
 from fxremat.graphs.nodes import is_random
 from fxremat.options import Options
 from fxremat.plans import Plan
+from fxremat.step.program import Role
+from fxremat.torch_inductor import with_strides
+from fxremat.torch_private import storage_of
 
+BATCHED = {torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default}
 TRIES = 6  # maximum number of plans that `fit` tries
 SAFE = 0.98  # each try of `fit` uses this fraction of the budget that the last peak suggests
 
@@ -35,6 +39,9 @@ class InductorPartitioner(CustomPartitionerFn):
 
     Inductor fuses and reorders the ops afterwards, so that the peak of the plan is only an estimate of the real
     one; `fit` measures the real one. Random ops are never recomputed. Compiled graphs are cached by `uuid()`.
+
+    Gradients are those of torch.compile up to the order in which Inductor adds: it orders the loops of a sum by what
+    it fuses into the sum, and it fuses otherwise where ops are recomputed.
 
     Args:
         mem: the budget, in any form that `fxremat.compile` takes.
@@ -103,7 +110,9 @@ class InductorPartitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and the backward graph of a joint graph. Raises what `Partitioner` raises."""
-        return self._partitioner(gm, joint_inputs, **kwargs)
+        forward, backward = self._partitioner(gm, joint_inputs, **kwargs)
+        fix_operands(backward)
+        return forward, backward
 
     def uuid(self) -> Any:
         """Return a hash of all that plans depend on: fxremat's source and the options.
@@ -114,3 +123,36 @@ class InductorPartitioner(CustomPartitionerFn):
             return None
         sources = sorted(str(file) for file in Path(__file__).parents[1].rglob("*.py"))
         return get_hash_for_files(tuple(sources), repr(self._options))
+
+
+def fix_operands(backward: fx.GraphModule) -> None:
+    """Fix the strides of forward results that the backward computes for batched matrix products, to those captured.
+
+    Inductor lays out results of pointwise ops as it likes. A batched product of operands that lie otherwise adds in
+    another order, so that gradients would differ by rounding from those of saved operands.
+    """
+    of_forward = {Role.FORWARD.value, Role.RECOMPUTE.value}
+    for node in [node for node in backward.graph.nodes if node.meta.get("fxremat", {}).get("role") in of_forward]:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or node.target in BATCHED or not _feeds_batched_product(node):
+            continue
+        with backward.graph.inserting_after(node):
+            fixed = with_strides(backward.graph, node, value.stride())
+        fixed.meta = dict(node.meta)
+        node.replace_all_uses_with(fixed, delete_user_cb=lambda user, fixed=fixed: user is not fixed)
+    backward.recompile()
+
+
+def _feeds_batched_product(node: fx.Node) -> bool:
+    """Tell whether a batched matrix product reads a tensor, directly or through views."""
+    users = list(node.users)
+    return any(user.target in BATCHED for user in users) or any(
+        _feeds_batched_product(user) for user in users if _is_view_of(user, node)
+    )
+
+
+def _is_view_of(user: fx.Node, node: fx.Node) -> bool:
+    base, value = node.meta.get("val"), user.meta.get("val")
+    if not (isinstance(base, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return False
+    return storage_of(base) == storage_of(value)

@@ -37,6 +37,11 @@ def step(one: Case, partitioner: Any) -> list[Tensor]:
     return [loss.detach(), *gradients, *model.buffers()]
 
 
+# Tensors whose sums Inductor computes in another order as soon as anything is recomputed: it loops over batch and
+# length in the order of memory of what it fuses into the sum.
+SUMMED_OTHERWISE = {"encoder and decoder": 2}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_those_of_torch_compile_at_three_budgets(name: str) -> None:
@@ -52,8 +57,10 @@ def test_gradients_are_those_of_torch_compile_at_three_budgets(name: str) -> Non
         (plan,) = partitioner.plans
         assert plan.predicted_peak <= plan.budget
         assert not any(plan.graph.ops[op].random for op in plan.program.repeated)
-        for mine, its in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6, msg=f"{name} at {mem}")
+        differ = [(mine, its) for mine, its in zip(found, expected, strict=True) if not torch.equal(mine, its)]
+        assert len(differ) <= SUMMED_OTHERWISE.get(name, 0), f"{name} at {mem}"
+        for mine, its in differ:
+            torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.long
