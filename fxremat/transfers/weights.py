@@ -14,7 +14,7 @@ Activations compete by the same measure. The simulated clock decides when each c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -94,10 +94,18 @@ class _Visits:
     backward: tuple[int, int]
 
 
-def _visits(program: Program, unit: ParameterUpdate) -> _Visits:
-    version = program.first[unit.value]
-    places = [place for place, step in enumerate(program.steps) if version in step.reads]
-    before, after = [p for p in places if p < program.split], [p for p in places if p >= program.split]
+def _visits(program: Program, units: Iterable[ParameterUpdate]) -> dict[int, _Visits]:
+    """Return, by value, the steps that read each parameter. O(values that the program reads)."""
+    places: dict[int, list[int]] = {program.first[unit.value]: [] for unit in units}
+    for place, step in enumerate(program.steps):
+        for version in step.reads:
+            if version in places:
+                places[version].append(place)
+    return {program.version_of[version]: _split(found, program.split) for version, found in places.items()}
+
+
+def _split(places: Sequence[int], split: int) -> _Visits:
+    before, after = [p for p in places if p < split], [p for p in places if p >= split]
     return _Visits((before[0], before[-1]) if before else None, (after[0], after[-1]))
 
 
@@ -155,7 +163,9 @@ def choose(
     """
     excess = need_of(program, live_bytes(program, costs.sizes)) - limit
     room = float("inf") if host_mem is None else host_mem
-    moves = [_hosting(program, unit, link, excess.size) for unit in units if not unit.stays]
+    movable = [unit for unit in units if not unit.stays]
+    visits = _visits(program, movable)
+    moves = [_hosting(unit, visits[unit.value], link, excess.size) for unit in movable]
     made: list[_Move] = []
     waiting: list[tuple[float, int, _Move]] = []
     order = count()
@@ -191,8 +201,7 @@ def choose(
     return _choice(made), fits
 
 
-def _hosting(program: Program, unit: ParameterUpdate, link: Link, steps: int) -> _Move:
-    visits = _visits(program, unit)
+def _hosting(unit: ParameterUpdate, visits: _Visits, link: Link, steps: int) -> _Move:
     again = _Move(unit, _removed(unit, visits, steps, hosted=True), 0, unit.bytes, 0)
     moved = unit.bytes * (2 if unit.later is None else 1) + 2 * unit.state_bytes  # it is not changed if updated later
     beside = unit.state_bytes + unit.waiting
@@ -260,7 +269,7 @@ def hosted(
     away = sorted((unit for unit in units if unit.value in choice.hosted), key=lambda unit: unit.value)
     base = replace(program, resident=program.resident - sum(unit.held for unit in away))
     need = need_of(base, live_bytes(base, costs.sizes))
-    trips = _Trips(program, need)
+    trips = _Trips(program, need, _visits(program, away))
     for unit in away:
         trips.add_weight(unit, twice=unit.value in choice.twice)
         if unit.state_bytes:
@@ -273,14 +282,14 @@ def hosted(
 class _Trips:
     """Collects the copies of parameters stored on the host; `need` includes parameters while they are on the device."""
 
-    def __init__(self, program: Program, need: Ints) -> None:
-        self.program, self.need = program, need
+    def __init__(self, program: Program, need: Ints, visits: Mapping[int, _Visits]) -> None:
+        self.program, self.need, self.visits = program, need, visits
         self.copies_in: list[CopyIn] = []
         self.copies_out: list[CopyOut] = []
 
     def add_weight(self, unit: ParameterUpdate, *, twice: bool) -> None:
         """Copy a parameter to the device before its first reader, and again in the backward if it leaves in between."""
-        visits = _visits(self.program, unit)
+        visits = self.visits[unit.value]
         spans = [span for span in (visits.forward, visits.backward) if span is not None]
         if not twice:
             spans = [(spans[0][0], spans[-1][1])]
@@ -294,7 +303,7 @@ class _Trips:
 
     def add_state(self, unit: ParameterUpdate) -> None:
         """Copy a parameter's optimizer state in before its update, and back after it."""
-        update = _visits(self.program, unit).backward[1]
+        update = self.visits[unit.value].backward[1]
         self.need[update] += unit.state_bytes
         self._come(unit, unit.state_bytes, begins=self.program.split, first=update, state=True)
         self._go(unit, unit.state_bytes, update, state=True)
