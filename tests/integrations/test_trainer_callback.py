@@ -139,7 +139,7 @@ def test_in_place_until_removed() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["sft", "sft with LoRA", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "sft with LoRA", "dpo", "reward", "grpo"])
 def test_trainers_of_trl_with_a_model_by_name(kind: str, tmp_path: Path) -> None:
     trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
     datasets, tokenizers = pytest.importorskip("datasets"), pytest.importorskip("tokenizers")
@@ -161,9 +161,15 @@ def test_trainers_of_trl_with_a_model_by_name(kind: str, tmp_path: Path) -> None
         "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True,
     }  # fmt: skip
     given: dict[str, Any] = {"model": str(tmp_path / "llama"), "processing_class": tokenizer}
+    texts = {"prompt": ["a b c"] * 8, "chosen": ["d e f"] * 8, "rejected": ["g h"] * 8}
     if kind == "dpo":
-        texts = {"prompt": ["a b c"] * 8, "chosen": ["d e f"] * 8, "rejected": ["g h"] * 8}
         make, arguments = trl.DPOTrainer, trl.DPOConfig(**settings)
+    elif kind == "reward":
+        make, arguments = trl.RewardTrainer, trl.RewardConfig(**settings)
+    elif kind == "grpo":
+        texts = {"prompt": ["a b c"] * 8}
+        given["reward_funcs"] = lambda completions, **_: [float(len(text)) for text in completions]
+        make, arguments = trl.GRPOTrainer, trl.GRPOConfig(num_generations=2, max_completion_length=8, **settings)
     else:
         texts = {"text": ["a b c d e f g h i j k l"] * 8}
         make, arguments = trl.SFTTrainer, trl.SFTConfig(**settings)
