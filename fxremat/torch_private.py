@@ -502,7 +502,8 @@ def _captured_by(
     return compiled
 
 
-_left_to_python: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
+# By id: dynamo puts a module's globals among the constants of functions that it resumes, which cannot be hashed then.
+_left_to_python: weakref.WeakValueDictionary[int, types.CodeType] = weakref.WeakValueDictionary()
 
 
 def functions_in_python() -> list[str]:
@@ -512,7 +513,7 @@ def functions_in_python() -> list[str]:
     """
     found, frame = list[str](), cast(types.FrameType | None, sys._getframe())
     while frame is not None:
-        if frame.f_code in _left_to_python:
+        if _left_to_python.get(id(frame.f_code)) is frame.f_code:
             code = frame.f_code
             found.append(f"{code.co_qualname} at {os.path.basename(code.co_filename)}:{frame.f_lineno}")
         frame = frame.f_back
@@ -541,7 +542,7 @@ def compiled_in_parts(
     def capture(inner: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:
         found = captured(inner, frame, *args, **kwargs)
         if found.guarded_code is None and not frame.f_code.co_filename.startswith(os.path.dirname(torch.__file__)):
-            _left_to_python.add(frame.f_code)
+            _left_to_python[id(frame.f_code)] = frame.f_code
         return found
 
     def captured(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import carry_levels, crossings
@@ -111,6 +112,48 @@ def priced(layout: Layout, costs: Costs, kept: frozenset[int]) -> tuple[int, flo
             again.add(producer)
             missing |= set(joint.ops[producer].again_reads) & (block.made - layout.held) - kept
     return sum(costs.sizes.values[v] for v in kept), sum(costs.seconds[index] for index in again)
+
+
+class Packed(torch.autograd.Function):
+    """A product with a weight that forward and backward unpack for themselves, in two ops."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor) -> Tensor:
+        ctx.save_for_backward(packed)
+        return x @ (packed.float() * 0.1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        (packed,) = ctx.saved_tensors
+        return gradient @ (packed.float() * 0.1).t(), None
+
+
+class Unpacking(nn.Module):
+    """Layers whose weights are stored in 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        for number in range(4):
+            self.register_buffer(f"packed_{number}", torch.ones(32, 32, dtype=torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number in range(4):
+            x = Packed.apply(x, getattr(self, f"packed_{number}")).tanh()
+        return x.square().mean()
+
+
+def test_what_depends_on_no_gradient_is_computed_in_the_block_that_reads_it() -> None:
+    joint = capture(Unpacking(), torch.ones(4, 32))
+    layout = lay_out(joint, crossings(joint).cuts())
+    block_of = {index: number for number, block in enumerate(layout.blocks) for index in block.backward}
+    unpacked = [op for op in joint.backward_ops if op.target in ("aten._to_copy.default", "aten.mul.Tensor")]
+    reader = {value: op for op in reversed(joint.backward_ops) for value in op.reads}
+    made = [op for op in unpacked if joint.values[op.writes[0]].type == "float32[32, 32]"]
+    assert len(made) == 8
+    assert {block_of[op.index] for op in made} == {block_of[reader[op.writes[0]].index] for op in made}
+    assert len({block_of[op.index] for op in made}) == 4
 
 
 def test_a_long_lived_value_is_carried() -> None:

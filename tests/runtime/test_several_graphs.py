@@ -101,12 +101,12 @@ def twins(between: Callable[..., Any] = as_it_is, **options: Any) -> tuple[Any, 
     return fxremat.compile(model, **{"mem": "100%", "search": QUICK, **options}), copy.deepcopy(model)
 
 
-def assert_equal_steps(ours: Any, plain: nn.Module, x: Tensor) -> None:
-    assert differences(a_step(ours, x), a_step(plain, x)) == []
+def assert_equal_steps(ours: Any, plain: nn.Module, *inputs: Tensor) -> None:
+    assert differences(a_step(ours, *inputs), a_step(plain, *inputs)) == []
 
 
-def a_step(model: nn.Module, x: Tensor) -> Any:
-    return step_of(model, lambda: model(x), lambda loss: loss)
+def a_step(model: nn.Module, *inputs: Tensor) -> Any:
+    return step_of(model, lambda: model(*inputs), lambda loss: loss)
 
 
 def peak_of(model: nn.Module, x: Tensor) -> int:
@@ -459,6 +459,38 @@ def test_a_plan_names_the_functions_that_stay_python() -> None:
     for _ in range(2):
         talking(rows()).sum().backward()
     assert talking.plan.python == ()
+
+
+class Pieces(nn.Module):
+    """Splits rows by lengths that it reads from a tensor, as the vision towers of Qwen's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return torch.cat([piece.softmax(-1) for piece in torch.split(self.linear(x), lengths.tolist())])
+
+
+class OfPieces(nn.Module):
+    """Two such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pieces() for _ in range(2))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, lengths)
+        return x.square().mean()
+
+
+def test_functions_that_are_resumed_within_other_functions_train() -> None:
+    torch.manual_seed(0)
+    model = OfPieces()
+    ours, plain = fxremat.compile(model, mem="100%", search=QUICK), copy.deepcopy(model)
+    for _ in range(2):
+        assert_equal_steps(ours, plain, rows(24), torch.tensor([8, 16]))
 
 
 def test_a_step_that_waits_for_its_backward_does_not_disturb_another_model() -> None:
