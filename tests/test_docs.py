@@ -48,12 +48,19 @@ from tests.test_readme import job_of_one
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
-LONG = {"gallery.md", "guides/lightning.md", "guides/trainer.md", "kernels.md", "solvers.md"}  # slow, or of `libraries`
+LONG = {  # slow, or of `libraries`
+    *("gallery.md", "kernels.md", "solvers.md"),
+    *("guides/diffusion.md", "guides/lightning.md", "guides/long-context.md", "guides/trainer.md"),
+    *("guides/vision-language.md",),
+}
 LIBRARIES = {
     "fits.md": "transformers",
+    "guides/diffusion.md": "diffusers",
     "guides/lightning.md": "lightning",
+    "guides/long-context.md": "transformers",
     "guides/trainer.md": "transformers",
     "guides/trl.md": "trl",
+    "guides/vision-language.md": "transformers",
     "models.md": "transformers",
 }
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$(?:\s*^\1```text\n(.*?)^\1```$)?", re.MULTILINE | re.DOTALL)
@@ -155,6 +162,7 @@ PREPARATIONS: dict[str, Callable[[Path, pytest.MonkeyPatch], Names]] = {
     "distributed.md": a_sharded_model,
     "gpu.md": a_model,
     "guides/ddp.md": an_environment_of_torchrun,
+    "guides/fsdp.md": an_environment_of_torchrun,
     "index.md": a_model,
     "models.md": a_small_gpt,
     "shapes.md": a_model,
