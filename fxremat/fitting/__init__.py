@@ -92,7 +92,7 @@ def fits(
             length      tokens of an example; None: what the configuration suggests
             image       pixels along a side of an image; None: what the configuration says
             dtype       "bf16", "fp32" or "autocast"
-            train       "full", or "lora:16" with a rank
+            train       "full", or "lora:16", "qlora:16" with a rank
             optimizer   "adamw", "adamw8bit", "sgd", "adafactor" or "muon"
             accumulate  backwards before each step of the optimizer: 1
             devices     devices that train together: 1

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from fxremat.errors import FxrematError
 from fxremat.fitting import from_diffusers, from_timm, from_transformers
 from fxremat.fitting.adapters import with_adapters
+from fxremat.fitting.four_bits import in_four_bits
 from fxremat.fitting.loaded import META, Loaded, UnderAutocast
 from fxremat.fitting.settings import Training
 from fxremat.units import shortened
@@ -50,6 +51,8 @@ def load(model: str | nn.Module, inputs: Any, training: Training, changes: Mappi
         loaded = Loaded(model=model, inputs=inputs, name=type(model).__name__, library="", sizes={})
     else:
         loaded = _named(model, training, changes)
+    if training.in_four_bits:
+        loaded = in_four_bits(loaded)
     if training.rank is not None:
         loaded = with_adapters(loaded, training.rank)
     if training.dtype == "autocast":

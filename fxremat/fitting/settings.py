@@ -41,7 +41,8 @@ class Training:
         image: pixels along a side of an image; None: what the configuration says.
         dtype: "bf16": weights, gradients and optimizer state in bfloat16; "fp32": in float32; "autocast": weights in
             float32, and a forward under torch.autocast in bfloat16.
-        train: "full", or "lora" with a rank, such as "lora:16": adapters of PEFT in all linear layers.
+        train: "full", or "lora" with a rank, such as "lora:16": adapters of PEFT in all linear layers; "qlora:16": the
+            same with the weights of those layers in 4 bits, by bitsandbytes.
         optimizer: one of `OPTIMIZERS`.
         accumulate: backwards before each step of the optimizer.
         devices: devices that train together; their batches add up.
@@ -81,18 +82,20 @@ class Training:
         return int(self.train.partition(":")[2] or RANK)
 
     @property
+    def in_four_bits(self) -> bool:
+        """True if the weights of linear layers are in 4 bits."""
+        return self.train.startswith("qlora")
+
+    @property
     def weights(self) -> torch.dtype:
         """The type of the model's parameters."""
         return DTYPES[self.dtype]
 
     def _check_train(self) -> None:
-        if self.train.partition(":")[0] == "qlora":
+        if not re.fullmatch(r"full|q?lora(:[1-9]\d*)?", self.train):
             raise FxrematError(
-                'train="qlora" is not answered yet: the ops on 4-bit weights of bitsandbytes have not been captured; '
-                'train="lora" keeps weights in bfloat16'
+                f'train is {shortened(self.train)}; it is "full", "lora", "lora:16" (a rank), "qlora" or "qlora:16"'
             )
-        if not re.fullmatch(r"full|lora(:[1-9]\d*)?", self.train):
-            raise FxrematError(f'train is {shortened(self.train)}; it is "full", "lora" or "lora:16" (a rank)')
 
     def _check_shard(self) -> None:
         if self.shard == "tp":
