@@ -12,7 +12,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from . import combinations, combinations_of_ranks, fits, kernel_starts, kernels_page, offload, slices_page
+from . import (
+    atlas,
+    combinations,
+    combinations_of_ranks,
+    fits,
+    kernel_starts,
+    kernels_page,
+    offload,
+    slices_page,
+)
 from .alternatives import rows, verdict
 from .first_hour import page as gpu_page
 
@@ -24,7 +33,7 @@ BUDGETS = (80, 60, 50, 40, 30, 25)
 def filled(text: str) -> str:
     """A page's text with each marked part made from the record it names, where there is one."""
     parts = [(file.partition(".")[0], file, make) for file, make in PARTS.items()]
-    for name, file, make in (*parts, ("kernels-mean", "kernels.json", kernels_page.summary)):
+    for name, file, make in (*parts, *MORE):
         record = RESULTS / file
         if record.exists():
             part = make(record.read_text())
@@ -186,7 +195,7 @@ def _offload(record: str) -> str:
     return "\n".join([*sentences, "", more])
 
 
-DOCS = ("gpu", "shapes", "distributed", "slices", "kernels", "combinations", "fits")
+DOCS = ("gpu", "shapes", "distributed", "slices", "kernels", "combinations", "fits", "atlas")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 PARTS: dict[str, Callable[[str], str]] = {
     "quickstart.txt": _quickstart,
@@ -205,6 +214,11 @@ PARTS: dict[str, Callable[[str], str]] = {
     "fits.json": fits.page,
     **{f"gpu_first_hour/{name}.json": partial(gpu_page.table, name) for name in gpu_page.COLUMNS},
 }
+MORE: tuple[tuple[str, str, Callable[[str], str]], ...] = (  # parts of a name of their own
+    ("kernels-mean", "kernels.json", kernels_page.summary),
+    ("atlas-published", "atlas.json", atlas.published),
+    *((f"atlas-{train}", "atlas.json", partial(atlas.page, train=train)) for train in atlas.TRAININGS),
+)
 
 
 def main() -> None:

@@ -650,7 +650,7 @@ def _parser() -> _Parser:
     fits.add_argument("--dtype", metavar="NAME", help="bf16 (default), fp32, autocast")
     fits.add_argument("--train", metavar="HOW", help="full (default), lora, lora:16 (a rank), qlora")
     fits.add_argument("--optimizer", metavar="NAME", help="adamw (default), adamw8bit, sgd, adafactor, muon")
-    fits.add_argument("--shard", metavar="HOW", help="fsdp or ddp, with --devices")
+    fits.add_argument("--shard", metavar="HOW", help="fsdp, ddp or tp, with --devices")
     fits.add_argument("--largest", metavar="NAME", help="the largest batch or length that fits")
     fits.add_argument("--up-to", type=int, default=65536, metavar="N", help="where --largest stops (default 65536)")
     fits.add_argument("--json", action="store_true")

@@ -96,7 +96,7 @@ def fits(
             optimizer   "adamw", "adamw8bit", "sgd", "adafactor" or "muon"
             accumulate  backwards before each step of the optimizer: 1
             devices     devices that train together: 1
-            shard       "fsdp" or "ddp", for several devices
+            shard       "fsdp", "ddp" or "tp", for several devices
 
     Raises:
         CaptureError: the model is not one graph.

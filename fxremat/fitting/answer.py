@@ -13,6 +13,7 @@ from fxremat.fitting.calls import OWN_ALLOCATOR, calls
 from fxremat.fitting.ledger import Ledger, ledger_of
 from fxremat.fitting.loaded import Loaded
 from fxremat.fitting.settings import Training
+from fxremat.fitting.tensor_parallel import NOTE
 from fxremat.fitting.ways import Room, Way
 from fxremat.show.table import Table
 from fxremat.units import format_bytes
@@ -85,7 +86,9 @@ class Answer:
         waiting = way.on_host if way else 0
         notes.append(f"host memory for what waits there: {format_bytes(waiting) if waiting else 'none'}")
         notes.append(f"reserve: 5 % of what is allocated, estimated for {OWN_ALLOCATOR}")
-        if self.training.shard is not None:
+        if self.training.shard == "tp":
+            notes.append(NOTE)
+        elif self.training.shard is not None:
             notes.append(f"{self.training.shard}: by formula of what PyTorch keeps; nothing of it was captured")
         if self.room.step.assumed:
             notes.append(self.room.step.assumed)

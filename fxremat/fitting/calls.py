@@ -60,7 +60,7 @@ def _wrapped(loaded: Loaded, training: Training, way: Way) -> list[str]:
             "    torch.distributed.fsdp.fully_shard(layer)",
             "torch.distributed.fsdp.fully_shard(model)",
         ]
-    return [] if way.how == "weights" else ["model = model.cuda()"]
+    return [] if way.how == "weights" or training.shard == "tp" else ["model = model.cuda()"]
 
 
 def _trainer(training: Training, compiled: str, trainer: str, settings: str) -> str:

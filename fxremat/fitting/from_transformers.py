@@ -12,6 +12,7 @@ from torch import nn
 from fxremat.errors import FxrematError
 from fxremat.fitting.loaded import META, Loaded, needs, numbers
 from fxremat.fitting.settings import Training
+from fxremat.fitting.tensor_parallel import part_of_one
 
 LENGTH = 2048  # tokens, where neither the user nor the configuration says fewer
 IMAGE = 224  # pixels, where neither the user nor the configuration says how many
@@ -40,8 +41,9 @@ def from_config(settings: Mapping[str, Any], training: Training, name: str) -> L
     model = _model(transformers, config, training, name)
     inputs, sizes, notes = _inputs(model, training, name)
     source = str(settings.get("_name_or_path") or name)
+    cut = ', tp_plan="auto"' if training.shard == "tp" else ""
     code = (
-        f"model = transformers.{type(model).__name__}.from_pretrained({source!r}, dtype={training.weights})",
+        f"model = transformers.{type(model).__name__}.from_pretrained({source!r}, dtype={training.weights}{cut})",
         "model.config.use_cache = False",
     )
     return Loaded(
@@ -56,8 +58,11 @@ def _model(transformers: Any, config: Any, training: Training, name: str) -> nn.
     if kind is None:
         raise FxrematError(f"{name}: transformers {transformers.__version__} has no {architectures[0]}")
     make = getattr(kind, "_from_config", None) or kind.from_config
-    with META:
-        model: Any = make(config, dtype=training.weights)
+    if training.shard == "tp":
+        model: Any = part_of_one(lambda one: make(one, dtype=training.weights), config, training.devices, name)
+    else:
+        with META:
+            model = make(config, dtype=training.weights)
     for part in {id(part): part for part in (model.config, model.config.get_text_config())}.values():
         if hasattr(part, "use_cache"):
             part.use_cache = False

@@ -51,6 +51,8 @@ def load(model: str | nn.Module, inputs: Any, training: Training, changes: Mappi
         loaded = Loaded(model=model, inputs=inputs, name=type(model).__name__, library="", sizes={})
     else:
         loaded = _named(model, training, changes)
+    if training.shard == "tp" and loaded.library != "transformers":
+        raise FxrematError(f'shard="tp" is for models of transformers, which have plans for it; {loaded.name} is none')
     if training.in_four_bits:
         loaded = in_four_bits(loaded)
     if training.rank is not None:

@@ -46,7 +46,7 @@ def resident_of(loaded: Loaded, step: EstimatedStep, training: Training, device:
     if training.shard == "ddp":
         others = {"buckets of gradients (by formula)": gradients}
     inputs = (leaf for leaf in pytree.tree_leaves(loaded.inputs) if isinstance(leaf, Tensor))
-    waiting = training.shard == "fsdp" or (training.accumulate > 1 and training.shard is None)
+    waiting = training.shard == "fsdp" or (training.accumulate > 1 and training.shard != "ddp")
     return Resident(
         parts={
             "weights": bytes_of(parameters.values(), rounding),

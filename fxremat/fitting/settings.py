@@ -14,7 +14,7 @@ from fxremat.units import shortened
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "autocast": torch.float32}  # of the weights
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "adafactor", "muon")
 RANK = 16  # of LoRA's matrices, if no rank is given
-SHARDS = ("fsdp", "ddp")
+SHARDS = ("fsdp", "ddp", "tp")
 
 
 class TrainingSettings(TypedDict, total=False):
@@ -46,7 +46,9 @@ class Training:
         optimizer: one of `OPTIMIZERS`.
         accumulate: backwards before each step of the optimizer.
         devices: devices that train together; their batches add up.
-        shard: "fsdp" splits weights, gradients and optimizer state among them, "ddp" copies all to each.
+        shard: "fsdp" splits weights, gradients and optimizer state among them, "ddp" copies all to each, "tp" splits
+            attention heads, columns of MLPs and the vocabulary of a model of transformers; with "tp" all devices have
+            the same batch.
 
     Raises:
         FxrematError: a setting has a value that it cannot have, or two do not go together.
@@ -98,11 +100,8 @@ class Training:
             )
 
     def _check_shard(self) -> None:
-        if self.shard == "tp":
-            raise FxrematError(
-                'shard="tp" is not answered yet: a tensor-parallel step is captured under torchrun only (docs/'
-                'distributed.md); shard="fsdp" splits weights, gradients and optimizer state'
-            )
+        if self.shard == "tp" and self.train != "full":
+            raise FxrematError(f'shard="tp" is answered for train="full"; train is {self.train!r}')
         if self.shard is not None:
             _one_of("shard", self.shard, SHARDS)
         if (self.devices > 1) != (self.shard is not None):

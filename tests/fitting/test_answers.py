@@ -172,8 +172,6 @@ def test_the_memory_of_an_optimizer_is_that_of_its_real_steps(name: str) -> None
 
 
 def test_a_missing_library_and_what_is_not_answered_are_said_by_name() -> None:
-    with pytest.raises(FxrematError, match='shard="tp" is not answered yet'):
-        Training(devices=2, shard="tp")
     with pytest.raises(FxrematError, match="devices and shard go together"):
         Training(devices=2)
     with pytest.raises(FxrematError, match="batch is 0; it is a number, 1 or more"):
