@@ -151,7 +151,7 @@ def _layouts(graph: StepGraph, costs: Costs, most: int | None = None) -> Iterato
     """Yield the step graph cut into a chain of blocks, for each way to cut its forward that is worth trying.
 
     Args:
-        most: number of ways at most, those with the smallest blocks first; None: all.
+        most: number of ways at most, those that seem to need least memory first; None: all.
     """
     crossing = crossings(graph)
     forward = costs.seconds[: graph.forward_count]
@@ -160,7 +160,9 @@ def _layouts(graph: StepGraph, costs: Costs, most: int | None = None) -> Iterato
     ways.append((crossing.cuts(width=MOST_VALUES), frozenset()))
     distinct = dict.fromkeys((tuple(_thin(ends, forward)), carried) for ends, carried in ways)
     largest = {way: _largest(way[0], graph.forward_count) for way in distinct}
-    chosen = list(distinct) if most is None else sorted(distinct, key=largest.__getitem__)[:most]
+    chosen = list(distinct)
+    if most is not None:
+        chosen = sorted(distinct, key=lambda way: _weight(graph, costs, *way))[:most]
     for ends, carried in chosen:
         if min(largest.values()) <= LUMP < largest[ends, carried]:
             continue
@@ -170,6 +172,14 @@ def _layouts(graph: StepGraph, costs: Costs, most: int | None = None) -> Iterato
 def _largest(ends: Sequence[int], count: int) -> int:
     """Return the number of ops of the largest block if a forward of `count` ops is cut after `ends`."""
     return max(end - before for before, end in itertools.pairwise((-1, *ends, count - 1)))
+
+
+def _weight(graph: StepGraph, costs: Costs, ends: Sequence[int], carried: frozenset[int]) -> int:
+    """Return the bytes of the values that a way to cut carries, and of those that its largest block writes. O(ops)."""
+    sizes = costs.sizes.values
+    written = [0, *itertools.accumulate(sum(sizes[v] for v in op.writes) for op in graph.forward_ops)]
+    blocks = itertools.pairwise((0, *(end + 1 for end in ends), graph.forward_count))
+    return sum(sizes[v] for v in carried) + max(written[end] - written[begin] for begin, end in blocks)
 
 
 def _thin(ends: Sequence[int], seconds: Sequence[float]) -> list[int]:
