@@ -15,6 +15,7 @@ from fxremat.fitting.loaded import Loaded
 from fxremat.fitting.settings import Training
 from fxremat.fitting.tensor_parallel import NOTE
 from fxremat.fitting.ways import Room, Way
+from fxremat.search.floor import floor_of
 from fxremat.show.table import Table
 from fxremat.units import format_bytes
 
@@ -82,7 +83,9 @@ class Answer:
 
     def _notes(self) -> list[str]:
         gib, way = _gib, self.way
-        notes = [f"without recomputation {gib(self.room.everything)} GiB, at least {gib(self.room.least)} GiB"]
+        least = floor_of(self.room.frontier.candidates[-1].program(), self.room.step.costs)
+        sizes = f"without recomputation {gib(self.room.everything)} GiB, at least {gib(self.room.least)} GiB"
+        notes = [f"{sizes}: there, {least}"]
         waiting = way.on_host if way else 0
         notes.append(f"host memory for what waits there: {format_bytes(waiting) if waiting else 'none'}")
         notes.append(f"reserve: 5 % of what is allocated, estimated for {OWN_ALLOCATOR}")

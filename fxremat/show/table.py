@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
@@ -23,8 +24,9 @@ class Table:
     strong: frozenset[int] = frozenset()  # indices of the rows that are bold in HTML
 
     def __str__(self) -> str:
-        lines = [*self.title, *(self._lines() if self.rows else ()), *self.notes]
-        return "\n".join(clipped(line, WIDTH) for line in lines)
+        lines = [*self.title, *(self._lines() if self.rows else ())]
+        notes = (line for note in self.notes for line in textwrap.wrap(note, WIDTH, subsequent_indent=" " * _GAP))
+        return "\n".join([*(clipped(line, WIDTH) for line in lines), *notes])
 
     def _lines(self) -> Iterator[str]:
         columns = zip(self.heads, *self.rows, strict=True)
