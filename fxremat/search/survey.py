@@ -160,12 +160,10 @@ def _layouts(graph: StepGraph, costs: Costs, most: int | None = None) -> Iterato
     ways.append((crossing.cuts(width=MOST_VALUES), frozenset()))
     distinct = dict.fromkeys((tuple(_thin(ends, forward)), carried) for ends, carried in ways)
     largest = {way: _largest(way[0], graph.forward_count) for way in distinct}
-    chosen = list(distinct)
+    chosen = [way for way in distinct if not min(largest.values()) <= LUMP < largest[way]]
     if most is not None:
-        chosen = sorted(distinct, key=lambda way: _weight(graph, costs, *way))[:most]
+        chosen = sorted(chosen, key=lambda way: _weight(graph, costs, *way))[:most]
     for ends, carried in chosen:
-        if min(largest.values()) <= LUMP < largest[ends, carried]:
-            continue
         yield add_options(lay_out(graph, ends, carried), costs.seconds, costs.sizes.values)
 
 
