@@ -136,18 +136,19 @@ def assign_backward(graph: StepGraph, block_of_op: Sequence[int], count: int) ->
 
 
 def _pull_to_users(graph: StepGraph, placed: dict[int, int]) -> None:
-    """Move backward ops that depend on no gradient to the block of their first reader.
+    """Move backward ops that read no gradient to the block of their first reader.
 
-    They compute masks, for example, or unpack weights that are stored in 4 bits.
+    They compute masks, for example, or unpack weights that are stored in 4 bits, in one op or in several.
     """
     users: dict[int, list[int]] = {}
-    depends = {value.index for value in graph.values if value.origin is Origin.TANGENT}  # values
+    unpacked = {value.index for value in graph.values if value.origin is Origin.PRIMAL}  # or computed from such alone
     for op in graph.backward_ops:
         for value in op.reads:
             users.setdefault(value, []).append(op.index)
-        if op.random or not depends.isdisjoint(op.reads):
-            depends.update(op.writes)
+        if not op.random and unpacked.issuperset(op.reads):
+            unpacked.update(op.writes)
     for op in reversed(graph.backward_ops):
+        gradients = [v for v in op.reads if graph.values[v].origin in (Origin.BACKWARD, Origin.TANGENT)]
         first = [placed[user] for value in op.writes for user in users.get(value, [])]
-        if first and depends.isdisjoint(op.writes):
+        if first and not op.random and unpacked.issuperset(gradients):
             placed[op.index] = min(placed[op.index], max(first))
