@@ -330,7 +330,7 @@ class PathPlans:
 
     @property
     def plan(self) -> PlanOfGraphs | None:
-        """The plan for the last step's sequence of calls; None before the first step has ended."""
+        """The plan for the last step's sequence of calls; None before `renew` has made one."""
         if self._plan is None or self.mem is None:
             return None
         graphs = [node.graph.joint.step for node in self._plan.nodes]

@@ -82,7 +82,11 @@ class Coordinator:
 
     @property
     def plan(self) -> PlanOfGraphs | None:
-        """The plan for the last step's sequence of calls; None before the first step has ended, or if none fits."""
+        """The plan for the last step's sequence of calls; None before a step was measured exactly, or if none fits.
+
+        A step is measured exactly if nothing is captured in it; after `planning.paths.MOST_IN_VAIN` steps without an
+        exact one, what is known is planned with.
+        """
         with contextlib.suppress(BudgetTooSmall):  # if nothing fits, the next step raises the error
             self.settle()
         return self.plans.plan

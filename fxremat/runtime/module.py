@@ -271,8 +271,9 @@ class Inside:
     def plan(self) -> Any:
         """The latest plan; None before the first training call, which makes it.
 
-        For a model that consists of several graphs it is a `PlanOfGraphs`, available once the first step has
-        ended.
+        For a model that consists of several graphs it is a `PlanOfGraphs`. It is made after the backward of the first
+        step in which nothing is captured, mostly the second step (docs/graphs.md), and None if nothing fits: the next
+        training call then raises `BudgetTooSmall`.
         """
         backend = self._module._fxremat.backend
         if backend.coordinator is not None:

@@ -128,6 +128,30 @@ def test_every_step_has_the_bits_of_plain_training(between: Callable[..., Any]) 
     assert isinstance(ours.plan, PlanOfGraphs)
 
 
+class Branch(nn.Module):
+    """Reads a number from data, on which a branch depends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if x.sum().item() > 1e9:
+            x = 2 * x
+        return self.down(x).square().mean()
+
+
+def test_the_plan_is_there_after_the_second_step_however_often_a_model_is_compiled() -> None:
+    """The number, another one in every step, was captured twice in the first model of a process, and once in others."""
+    for _ in range(2):
+        ours, planned = fxremat.compile(Branch(), mem="100%", search=QUICK), []
+        for seed in range(3):
+            ours(rows(seed=seed)).backward()
+            planned.append(ours.plan is not None)
+        assert planned == [False, True, True]
+
+
 def turned(_: int, x: Tensor) -> Tensor:
     """The gradient of what a graph returned then comes with the strides of a transposed matrix."""
     return x.t().contiguous().t()
