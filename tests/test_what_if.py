@@ -510,7 +510,8 @@ def test_the_command_line_says_whether_a_step_fits_on_one_device(capsys: pytest.
     assert first["memory"] == "24.0 GiB"
     assert first["budget"] == "100.0 GiB is 76.0 GiB more than the device has"
     assert first["held"].endswith("of optimizer state")
-    assert first["fits"].startswith("yes: 24.0 GiB left beside the planned ")
+    assert first["fits"].startswith("yes: 22.8 GiB left beside the planned ")
+    assert " and 1.2 GiB for driver, context and" in first["fits"]
     second = last("--mem", "auto", "--device", "4090", "--optimizer", "sgd")
     assert second["held"].endswith("0 B of optimizer state (sgd)")
     assert "budget" not in second

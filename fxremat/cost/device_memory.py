@@ -128,7 +128,8 @@ class DeviceMemory:
         """Say whether the planned peak fits, and if not, whether a lower one would."""
         left, at_least = self.left(peak), self.left(least)
         if left >= self.margin:
-            return f"yes: {format_bytes(left)} left beside the planned {format_bytes(peak)}"
+            apart = f" and {format_bytes(self.margin)} for driver, context and fragments" if self.margin else ""
+            return f"yes: {format_bytes(left - self.margin)} left beside the planned {format_bytes(peak)}{apart}"
         if left >= 0:
             needed = f"driver, context and fragments may take {format_bytes(self.margin)}"
             return f"hardly: {format_bytes(left)} left beside the planned {format_bytes(peak)}, and {needed}"
