@@ -255,6 +255,29 @@ def test_a_plan_tells_of_other_sizes() -> None:
         fixed.at(tokens=3)
 
 
+class Labelled(nn.Module):
+    """Adds its inputs, so that their lengths are one symbol."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, first: Tensor, labels: Tensor) -> Tensor:
+        return (self.up(first) + labels).square().mean()
+
+
+def test_two_inputs_may_name_the_size_that_they_share() -> None:
+    first, labels = torch.randn(4, 32, 8), torch.randn(4, 32, 8)
+    varying = {"first": {1: (2, 512)}, "labels": {1: (2, 512)}}
+    plan = fxremat.plan(Labelled(), (first, labels), mem="100%", dynamic=varying, **QUICK)
+    other = plan.at(first=100)
+    for sizes_ in ({"labels": 100}, {"first": 100, "labels": 100}, {"labels": (4, 100, 8), "first": {1: 100}}):
+        assert plan.at(**sizes_).keep_all_peak == other.keep_all_peak > plan.keep_all_peak
+    differ = r"labels\[1\] and first\[1\] are one size in this plan: first = 100, labels = 60 differ"
+    with pytest.raises(fxremat.FxrematError, match=differ):
+        plan.at(first=100, labels=60)
+
+
 def test_sizes_are_fixed_until_another_comes(captures: list[object]) -> None:
     _, compiled = compiled_stack(dynamic=None)
     for count in (8, 8, 9, 10, 8, 20):

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
+import torch
+
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.symbolic import Dims, SymbolicGraph
@@ -25,6 +27,7 @@ from fxremat.planning.step import Reference, Step
 from fxremat.planning.surveys import surveyed
 from fxremat.plans import Plan
 from fxremat.progress import planning
+from fxremat.torch_private import expression_of
 from fxremat.units import Percent, format_bytes
 
 KNOWN = 8  # this many plans that were searched from nothing are kept, and re-evaluated at other sizes
@@ -132,8 +135,7 @@ class PlansOfSizes:
     def described(self, dims: Dims) -> str:
         """Return the sizes as text, such as `tokens[1] = 300`."""
         return ", ".join(
-            f"{name} = {dim}" if place is None else f"{name}[{place}] = {dim}"
-            for (name, place), dim in zip(self._dimensions, dims, strict=True)
+            f"{_named(*dimension)} = {dim}" for dimension, dim in zip(self._dimensions, dims, strict=True)
         )
 
     def resized(self, dims: Dims, sizes: Mapping[str, object]) -> Dims:
@@ -146,16 +148,20 @@ class PlansOfSizes:
                 input itself if that is a number, else the size of its last symbolic dimension.
 
         Raises:
-            FxrematError: a named input has no symbolic size, a size is invalid, or the captured graph does not hold
-                for these sizes.
+            FxrematError: a named input has no symbolic size, a size is invalid, two inputs give the same size
+                differently, or the captured graph does not hold for these sizes.
         """
         changed: dict[int, int] = {}
         for name, given in sizes.items():
-            places = {dim: place for place, (input_, dim) in enumerate(self._dimensions) if input_ == name}
+            places = self._places_of(name)
             if not places:
                 known = ", ".join(dict.fromkeys(input_ for input_, _ in self._dimensions))
                 raise FxrematError(f"no size of {name!r} is symbolic in this plan; those of {known} are")
-            changed |= {places[dim]: size for dim, size in _by_dimension(name, given, list(places)).items()}
+            for dim, size in _by_dimension(name, given, list(places)).items():
+                place = places[dim]
+                if changed.setdefault(place, size) != size:
+                    both = f"{_named(name, dim)} and {_named(*self._dimensions[place])}"
+                    raise FxrematError(f"{both} are one size in this plan: {_shown(sizes)} differ")
         found = list(dims)
         for place in range(len(dims)):
             others = (changed[other] for other in changed if self._go_together(place, other, dims))
@@ -172,6 +178,17 @@ class PlansOfSizes:
                 "captured by itself"
             )
         return tuple(found)
+
+    def _places_of(self, name: str) -> dict[int | None, int]:
+        """Map the symbolic dimensions of an input to the indices of their sizes; None if the input is itself a number.
+
+        Dimensions of several inputs that are one symbol, such as the lengths of tokens and targets, have one index.
+        """
+        own: dict[Any, int] = {dim: place for place, (input_, dim) in enumerate(self._dimensions) if input_ == name}
+        places = {symbol: place for place, symbol in enumerate(self._graph.symbols) if symbol.is_Symbol}
+        varying = [(dim, size) for dim, size in enumerate(self._shapes.get(name, ())) if isinstance(size, torch.SymInt)]
+        shared = {dim: places[symbol] for dim, size in varying if (symbol := expression_of(size)) in places}
+        return own if None in own else dict(sorted({**shared, **own}.items()))
 
     def _go_together(self, place: int, other: int, dims: Dims) -> bool:
         """Tell whether the symbolic sizes with the indices `place` and `other` change together.
@@ -247,6 +264,11 @@ class SizedStep(CapturedStep):
     def at(self, **sizes: object) -> SizedStep:
         """Return the same step for other input sizes; see `CapturedStep.at`."""
         return SizedStep(self._plans, self._plans.resized(self._dims, sizes))
+
+
+def _named(name: str, dim: int | None) -> str:
+    """Return a size of an input as text, such as `tokens[1]`; `dim` is None if the input is itself a number."""
+    return name if dim is None else f"{name}[{dim}]"
 
 
 def _shown(sizes: Mapping[str, object]) -> str:
