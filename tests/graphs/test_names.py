@@ -22,6 +22,7 @@ from benchmarks.models import get
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.names import frame_of, module_of, tied_names
 from fxremat.plans import Plan
+from fxremat.runtime import sharded
 from fxremat.settings import Offload, Search
 from fxremat.step.program import Role
 from fxremat.step.source import Source, common_module, ops_inside, span_of
@@ -29,7 +30,7 @@ from fxremat.step.step_graph import Origin
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
-HERE = Path(__file__)
+HERE, OURS = Path(__file__), sharded.__file__
 BENCHMARKS = Path(__import__("benchmarks").__file__ or "").parent
 NEGLIGIBLE = 0.01  # of the peak with everything kept
 ROWS, WIDTH = 64, 32
@@ -424,6 +425,8 @@ def test_no_line_is_one_of_fxremat() -> None:
         ("no frame at all", None),
         ('  File "a, line 3 in b.py", line 7, in f\n    x = 1', ("a, line 3 in b.py", 7, "f", "x = 1")),
         ('  File "a.py", line 1, in f\n    g()\n  File "b.py", line 2, in g\n    h()', ("b.py", 2, "g", "h()")),
+        (f'  File "a.py", line 1, in f\n    g()\n  File "{OURS}", line 2, in run\n    h()', ("a.py", 1, "f", "g()")),
+        (f'  File "{OURS}", line 2, in run\n    h()', (OURS, 2, "run", "h()")),
         ('  File "a.py", line 1, in <listcomp>\n    [\n    ^^^^', ("a.py", 1, "<listcomp>", "[")),
     ],
 )
