@@ -103,6 +103,8 @@ def format_seconds(seconds: float) -> str:
     >>> [format_seconds(seconds) for seconds in (61.04, 0.9999, 0.0582, 9.113e-6, 0.0)]
     ['61 s', '1 s', '58.2 ms', '9.11 us', '0 s']
     """
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}"
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if float(f"{seconds * factor:.3g}") >= 1:
             return f"{seconds * factor:.3g} {unit}" if seconds < 999.5 else f"{seconds:.0f} s"

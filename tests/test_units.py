@@ -99,7 +99,7 @@ def test_format(count, text):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0 s"), (1.03, "1.03 s"), (0.9999, "1 s"), (0.0582, "58.2 ms"), (9.999e-4, "1 ms"), (9.11e-6, "9.11 us"),
-     (1e-9, "0.001 us"), (999.9, "1000 s"), (12345.6, "12346 s")],
+     (1e-9, "0.001 us"), (999.9, "1000 s"), (12345.6, "12346 s"), (-1.1e-3, "-1.1 ms")],
 )  # fmt: skip
 def test_seconds(seconds, text):
     assert format_seconds(seconds) == text

@@ -140,7 +140,8 @@ def _modules(plan: PlannedStep, tree: ModuleNode, full: bool) -> Iterator[str]:
     model = plan.graph.model
     rows = all_rows(tree, model) if full else rows_of(tree, ROWS, model)
     yield from table(rows, ("saved", "recomputed", "offloaded", "extra time"), what_it_does)
-    beyond = ((_waiting_for(plan), waiting_seconds(plan, tree.total)), ("running in slices", slicing_seconds(plan)))
+    waiting = waiting_seconds(plan, tree.total)
+    beyond = ((_waiting_for(plan, less=waiting < 0), abs(waiting)), ("running in slices", slicing_seconds(plan)))
     for what, seconds in beyond:
         if abs(seconds) > _WAITING * plan.keep_all_time:
             yield f"  {what:{_MODULE + _COUNT - 2 + 3 * _FIGURE}}{format_seconds(seconds):>{_FIGURE}}"
@@ -181,9 +182,11 @@ def slicing_seconds(plan: PlannedStep) -> float:
     return plan.costs.time_of(range(len(plan.graph.ops))) - plan.keep_all_time if plan.slices else 0.0
 
 
-def _waiting_for(plan: PlannedStep) -> str:
-    if plan.chosen.communication:
-        return "waiting for other ranks, against keeping everything"
+def _waiting_for(plan: PlannedStep, *, less: bool) -> str:
+    """Name what a plan waits for; `less`: the step without recomputation waits longer."""
+    if plan.chosen.communication or less:
+        awaited = "other ranks" if plan.chosen.communication else "copies"
+        return f"waiting for {awaited}, {'less' if less else 'more'} than with everything kept"
     return "waiting for copies, and updates of weights" if plan.weights else "waiting for copies"
 
 

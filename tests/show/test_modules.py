@@ -154,6 +154,15 @@ def test_modules_of_a_plan_that_offloads() -> None:
     assert waited == pytest.approx(plan.chosen.time - plan.costs.time(plan.program), rel=1e-6, abs=1e-12)
 
 
+def test_a_plan_that_waits_less_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = offloading()
+    less = -0.25 * plan.keep_all_time
+    monkeypatch.setattr("fxremat.show.text.waiting_seconds", lambda *_: less)
+    line = next(line for line in plan.describe(full=True).splitlines() if "waiting" in line)
+    assert line.split("  ")[1] == "waiting for copies, less than with everything kept"
+    assert line.endswith(f" {format_seconds(-less)}")
+
+
 def test_weights_on_the_host_are_no_activations() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)), nn.Flatten(0))
     options: dict[str, Any] = {"search": Search(seconds=0), "offload": Offload(weights=True), "costs": "estimate"}
@@ -405,7 +414,7 @@ def test_the_printed_table_has_the_figures_of_the_plan(plan: Any) -> None:
     waited = waiting_seconds(found, total)
     if len(others) == len(rows):
         assert "waiting" in others[-1]
-        assert figures_of(others[-1]) == [format_seconds(waited)]
+        assert figures_of(others[-1]) == [format_seconds(abs(waited))]
     else:
         assert abs(waited) <= 1e-3 * found.keep_all_time
 
