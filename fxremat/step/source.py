@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import io
 import os.path
+import tokenize
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 
 from fxremat.units import shortened
+
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +27,31 @@ class Frame:
     code: str
 
     def __str__(self) -> str:
-        return f"{self.place} in {self.function}: {shortened(self.code)[1:-1]}"
+        return f"{self.place} in {self.function}: {shortened(closed(self.code))[1:-1]}"
 
     @property
     def place(self) -> str:
         """The file's name without folders, and the line number, such as "net.py:31"."""
         return f"{os.path.basename(self.file)}:{self.line}"
+
+
+def closed(code: str) -> str:
+    """Return the first line of a statement with an ellipsis for what follows, and its open brackets closed.
+
+    >>> closed("y = attention("), closed("y = f(x, [a,"), closed("y = f(x)")
+    ('y = attention(...)', 'y = f(x, [a, ...])', 'y = f(x)')
+    """
+    still_open: list[str] = []
+    with suppress(tokenize.TokenError, SyntaxError):  # raised at the end of an incomplete statement
+        for token in tokenize.generate_tokens(io.StringIO(code).readline):
+            if token.string in _CLOSING:
+                still_open.append(_CLOSING[token.string])
+            elif still_open and token.string == still_open[-1]:
+                still_open.pop()
+    if not still_open:
+        return code
+    space = "" if code[-1:] in _CLOSING else " "
+    return f"{code}{space}...{''.join(reversed(still_open))}"
 
 
 @dataclass(frozen=True, slots=True)

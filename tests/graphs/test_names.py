@@ -25,7 +25,7 @@ from fxremat.plans import Plan
 from fxremat.runtime import sharded
 from fxremat.settings import Offload, Search
 from fxremat.step.program import Role
-from fxremat.step.source import Source, common_module, ops_inside, span_of
+from fxremat.step.source import Frame, Source, closed, common_module, ops_inside, span_of
 from fxremat.step.step_graph import Origin
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -435,6 +435,22 @@ def test_frames(trace: str, found: tuple[str, int, str, str] | None) -> None:
     node.meta["stack_trace"] = trace
     frame = frame_of(node)
     assert (frame and (frame.file, frame.line, frame.function, frame.code)) == found
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("y = F.scaled_dot_product_attention(", "y = F.scaled_dot_product_attention(...)"),
+        ("y = f(x, [a,", "y = f(x, [a, ...])"),
+        ("y = f(x)", "y = f(x)"),
+        ("x, y)", "x, y)"),
+        ("y = f(')', \"[\",", "y = f(')', \"[\", ...)"),
+        ("", ""),
+    ],
+)
+def test_the_line_of_a_call_of_several_lines_is_closed(code: str, shown: str) -> None:
+    assert closed(code) == shown
+    assert str(Frame("a.py", 1, "f", code)) == f"a.py:1 in f: {repr(shown)[1:-1]}"
 
 
 def test_a_backward_op_has_the_module_of_its_forward() -> None:
