@@ -11,7 +11,7 @@ A profile is the keep-all plan, and other plans of the same captured step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -36,6 +36,8 @@ from fxremat.units import format_bytes, format_seconds
 
 BEST = 3  # maximum number of changes that are shown
 WORTH = 0.01  # savings below this fraction of the peak are not shown
+NOTHING = "No change that fxremat knows of would save one percent in at most twice the time."
+SLOWEST = 2.0  # changes that make the step take more than this multiple of its time are not shown
 BELOW = 0.9  # the budget tried with slices, as a fraction of the smallest budget without slices
 HEADS = ("saved", "gradients", "forward", "backward")
 
@@ -68,7 +70,7 @@ class Profile:
     """The memory profile of a training step, printable as text."""
 
     plan: Plan  # the plan of the step without any recomputation
-    changes: tuple[Saving, ...]  # the changes that would save most, the best first
+    changes: tuple[Saving, ...]  # the changes that would save most, the best first (`best_of`)
 
     def __repr__(self) -> str:
         return f"<fxremat profile: {self.plan.headline}>"
@@ -151,7 +153,7 @@ class Profile:
         rows = rows_of(self.plan.modules, ROWS, self.plan.graph.model, _where_it_goes)
         lines = [self._title, *labelled(self._facts()), "", *table(rows, HEADS, _where_it_goes), ""]
         if not self.changes:
-            return "\n".join([*lines, "No change that fxremat knows of would save one percent."])
+            return "\n".join([*lines, NOTHING])
         advice = [(f"{number}.", str(change)) for number, change in enumerate(self.changes, start=1)]
         return "\n".join([*lines, "What would save most", *labelled(advice)])
 
@@ -162,9 +164,14 @@ def profile_of(plan: Plan) -> Profile:
     The step is planned twice more: with offloading, and with slices.
     """
     found = [change for change in (_recomputing(plan), _offloading(plan), _slicing(plan)) if change]
-    worth = [change for change in found if change.saved >= WORTH * plan.predicted_peak]
-    worth.sort(key=lambda change: (-change.saved, change.time))
-    return Profile(plan=plan, changes=tuple(worth[:BEST]))
+    return Profile(plan=plan, changes=tuple(best_of(found)))
+
+
+def best_of(changes: Iterable[Saving]) -> list[Saving]:
+    """Return the changes to show: those that save most first, without those that save little or cost too much time."""
+    worth = (change for change in changes if change.saved >= WORTH * change.whole)
+    bearable = (change for change in worth if change.time <= SLOWEST * change.fastest)
+    return sorted(bearable, key=lambda change: (-change.saved, change.time))[:BEST]
 
 
 def _where_it_goes(share: Share) -> tuple[float, ...]:

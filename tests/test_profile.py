@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.__main__ import main
-from fxremat.profiles import BEST, WORTH, Profile, Saving, enough, knee_of
+from fxremat.profiles import BEST, WORTH, Profile, Saving, best_of, enough, knee_of
 from fxremat.settings import Search
 from fxremat.show.page_data import page_data
 from fxremat.show.profile_figures import bytes_at_peak
@@ -174,10 +174,18 @@ def test_what_the_user_says_of_the_loss_is_in_the_calls() -> None:
     assert not any("loss=" in change.how for change in unsaid.changes)
 
 
+def test_what_more_than_doubles_the_time_is_left_out() -> None:
+    def saving(what: str, peak: int, time: float) -> Saving:
+        return Saving(what=what, how="h", peak=peak, time=time, whole=1000, fastest=1.0)
+
+    changes = saving("slices", 100, 22.66), saving("offload", 300, 2.0), saving("recompute", 200, 1.3)
+    assert [change.what for change in best_of([*changes, saving("little", 991, 1.0)])] == ["recompute", "offload"]
+
+
 def test_where_nothing_helps_it_says_so() -> None:
     *_, profile = profiled("nothing")
     assert profile.changes == ()
-    assert str(profile).endswith("No change that fxremat knows of would save one percent.")
+    assert str(profile).endswith("No change that fxremat knows of would save one percent in at most twice the time.")
     assert "What would save most" not in str(profile)
 
 
