@@ -33,8 +33,10 @@ from fxremat.planned_graphs import KnownPath
 from fxremat.planning.limits import Limit, limit_of_paths
 from fxremat.search import paths
 from fxremat.search.call_programs import CallProgram, call_programs, kept_outputs, least_of, moved
+from fxremat.search.floor import op_at
 from fxremat.search.paths import Node
 from fxremat.step.costs import Costs
+from fxremat.step.liveness import live_bytes
 from fxremat.units import Auto, Least, Percent, format_bytes
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class Graph(Protocol):
     """The part of a captured graph that is needed: its joint forward-backward graph."""
 
     joint: Captured
+    costs: Costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,14 @@ def _apart(graph: Captured, costs: Costs) -> tuple[Costs, Sequence[int]]:
     copies = [copied.get(op.index, 0) for op in graph.ops]
     workspace = tuple(map(sub, costs.sizes.workspace, copies))
     return replace(costs, sizes=replace(costs.sizes, workspace=workspace)), copies
+
+
+def _largest_op(graph: Graph, program: CallProgram, phase: str) -> str:
+    """Return the op at which the "forward" or "backward" of a program needs most, at the sizes of its capture."""
+    steps = program.order.program()
+    during = live_bytes(steps, replace(graph.costs.sizes, outside=0, root=0)).during
+    places = range(steps.split) if phase == "forward" else range(steps.split, len(during))
+    return op_at(steps, max(places, key=during.__getitem__)) if places else "nothing"
 
 
 def programs_of(graph: Captured, costs: Costs, options: Options) -> Sequence[CallProgram]:
@@ -244,7 +255,9 @@ class PathPlans:
             paths.plan(self.root, self.mem)
             self._plan = paths.planned(self._last, self.mem)
             if self._plan is None:
-                raise self.limit.explained(BudgetTooSmall(minimum=paths.least(self.root), budget=self.mem))
+                least = paths.least(self.root)
+                error = BudgetTooSmall(minimum=least, budget=self.mem, note=self._advice)
+                raise self.limit.explained(error, self._floor(least))
             # computing the headline's least budget takes several plans
             if log.isEnabledFor(logging.INFO) and self.plan:
                 log.info("%s", self.plan.headline)
@@ -318,15 +331,46 @@ class PathPlans:
         assert self.limit is not None
         self._stale = True
         path, further = ([*nodes], 0) if node in nodes else ([*nodes, node], node.gradients)
-        likely = needed
-        for each, made in zip(path, [*gradients, 0], strict=False):
+        needs: list[tuple[int, int, str]] = []
+        for place, (each, made) in enumerate(zip(path, [*gradients, 0], strict=False)):
             program = least_of(each.programs)
             back = each.back if each.measured else each.back + made + (further if each is not node else 0)
-            likely = max(likely, each.before + program.forward, back + each.saved(program) + each.backward(program))
-        place = path.index(node) + 1
-        reason = f"{format_bytes(node.before)} belong to no graph when call {place} of the step begins"
-        error = self.limit.explained(BudgetTooSmall(minimum=likely, budget=self.limit.bytes), reason)
-        return error.explained(note="the step ended there, and what comes after it may need more")
+            needs.append((each.before + program.forward, place, "forward"))
+            needs.append((back + each.saved(program) + each.backward(program), place, "backward"))
+        likely, place, phase = max(needs)
+        op = _largest_op(path[place].graph, least_of(path[place].programs), phase)
+        begins = f"{format_bytes(node.before)} belong to no graph when call {path.index(node) + 1} of the step begins"
+        reason = f"{op} runs in the {phase} of {self._call(path, place)}, and {begins}"
+        error = self.limit.explained(BudgetTooSmall(minimum=max(likely, needed), budget=self.limit.bytes), reason)
+        ended = "the step ended there, and what comes after it may need more"
+        return error.explained(note="; ".join(filter(None, [ended, self._advice])))
+
+    def _call(self, nodes: Sequence[Node], place: int) -> str:
+        """Return the number of a call of a path, and its name, for error messages."""
+        name = self._names.get(nodes[place], "")
+        return f"call {place + 1}{f' ({name})' if name else ''}"
+
+    @property
+    def _advice(self) -> str:
+        """What may need less memory, for error messages; "" if it is not known where the first graph ends."""
+        if not self._broken_at:
+            return ""
+        return f"slices and offloading may need less, but need one graph, and this is broken at {self._broken_at}"
+
+    def _floor(self, least: int) -> str:
+        """Return what needs the least budget, for error messages; "" if it is not known."""
+        found = paths.tightest(self.root, least)
+        if found is None:
+            return ""
+        node, program = found.path.nodes[found.place], found.path.programs[found.place]
+        call = self._call(found.path.nodes, found.place)
+        outside = {"forward": node.before, "after": node.after, "backward": node.back, "behind": node.behind}
+        outside_bytes = format_bytes(outside[found.phase])
+        kept = found.earlier + (node.saved(program) if found.phase in ("after", "backward") else 0)
+        where = {"after": f"after the forward of {call}", "behind": f"after the backward of {call}"}.get(found.phase)
+        if where is None:
+            where = f"{_largest_op(node.graph, program, found.phase)} runs in the {found.phase} of {call}"
+        return f"{where}, with {format_bytes(kept)} of saved values, and {outside_bytes} that belong to no graph"
 
     @property
     def plan(self) -> PlanOfGraphs | None:

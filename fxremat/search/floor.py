@@ -55,10 +55,11 @@ def floor_of(program: Program, costs: Costs) -> Floor:
         return Floor(bytes=memory.peak, moment="the loss outside the model runs", kinds=_sorted(kinds))
     place = max(range(len(memory.during)), key=memory.during.__getitem__)
     kinds = {kind: series[place] for kind, series in bytes_by_kind(program, costs.sizes).items()}
-    return Floor(bytes=memory.peak, moment=f"{_moment(program, place)} runs", kinds=_sorted(kinds))
+    return Floor(bytes=memory.peak, moment=f"{op_at(program, place)} runs", kinds=_sorted(kinds))
 
 
-def _moment(program: Program, place: int) -> str:
+def op_at(program: Program, place: int) -> str:
+    """Return the name of the op that a program runs as its step `place`, with its module and source line."""
     step = program.steps[place]
     if step.op is None:
         return f"the {step.role.value} of a tensor"

@@ -81,12 +81,15 @@ class Node:
     def highest(self, program: CallProgram) -> int:
         """Return the peak from the beginning of this call to the end of its backward, above what earlier calls saved.
         """
+        return max(self.heights(program).values())
+
+    def heights(self, program: CallProgram) -> dict[str, int]:
+        """Return the peaks of the parts of `highest`: "forward", "after" it, "backward", "behind" it."""
         own = self.saved(program)
-        if self.idle:
-            return max(self.before + program.forward, own + self.after)
-        return max(
-            self.before + program.forward, own + self.after, own + self.back + self.backward(program), self.behind
-        )
+        found = {"forward": self.before + program.forward, "after": own + self.after}
+        if not self.idle:
+            found |= {"backward": own + self.back + self.backward(program), "behind": self.behind}
+        return found
 
     def backward(self, program: CallProgram) -> int:
         """Return the bytes that the backward of a program allocates, less the inputs that are freed when it begins.
@@ -289,6 +292,38 @@ def least(root: Node) -> int:
     for node, policy in policies:
         node.policy = policy
     return high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tightest:
+    """The moment at which memory is largest, among all known paths."""
+
+    path: Path
+    place: int  # index of the call
+    phase: str  # "forward", "after" it, "backward" or "behind" it, as in `Node.heights`
+
+    @property
+    def earlier(self) -> int:
+        """Bytes that the earlier calls have saved."""
+        return sum(self.path.saved[: self.place])
+
+
+def tightest(root: Node, mem: int) -> Tightest | None:
+    """Return the moment at which memory is largest if all paths run by the plan for `mem` bytes; None if none fits."""
+    policies = [(node, node.policy) for node in root.walk()]
+    plan(root, mem)
+    found = [path for nodes in root.paths() if (path := planned(nodes, mem)) is not None]
+    for node, policy in policies:
+        node.policy = policy
+    if not found:
+        return None
+    path = max(found, key=lambda path: path.peak)
+    moments = (
+        Tightest(path=path, place=place, phase=phase)
+        for place, (node, program) in enumerate(zip(path.nodes, path.programs, strict=True))
+        for phase in node.heights(program)
+    )
+    return max(moments, key=lambda m: m.earlier + path.nodes[m.place].heights(path.programs[m.place])[m.phase])
 
 
 def forget(root: Node, most: int = MOST_NODES) -> None:

@@ -272,6 +272,18 @@ def test_a_budget_that_is_too_small_leaves_no_gradient_and_says_what_would_do() 
     assert peak_of(ours, rows()) <= mem <= 1.6 * ours.plan.minimum
 
 
+def test_a_budget_that_is_too_small_names_what_needs_most_and_what_may_help() -> None:
+    needs = r"; there, \w+ \(.*test_several_graphs.py:\d+ in .*\) runs in the (forward|backward) of call \d \(\w+\)"
+    advice = r" that belong to no graph; slices and offloading may need less, but need one graph, .* broken at .*:\d+"
+    ours = fxremat.compile(Branch(), mem="10%", search=QUICK)
+    for _ in range(2):
+        ours(rows()).backward()
+    with pytest.raises(fxremat.BudgetTooSmall, match=f"{needs}, with .* of saved values, and .*{advice}"):
+        ours(rows())
+    with pytest.raises(fxremat.BudgetTooSmall, match=f"{needs}, and .* when call 1 of the step begins"):
+        fxremat.compile(Branch(), mem=1000, search=QUICK)(rows())
+
+
 class Talking(nn.Module):
     def __init__(self) -> None:
         super().__init__()

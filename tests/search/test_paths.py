@@ -90,6 +90,21 @@ def test_the_least_budget_works_and_hardly_less_does(tree: Node) -> None:
     assert least <= max(1, paths.keep_all(root))
 
 
+@settings(max_examples=50, deadline=None)
+@given(trees())
+def test_the_tightest_moment_has_the_largest_peak_of_all_paths(tree: Node) -> None:
+    root = Node(None, children={0: tree})
+    mem = paths.least(root)
+    found = paths.tightest(root, mem)
+    assert found is not None
+    assert all(node.policy is None for node in root.walk())
+    paths.plan(root, mem)
+    planned = (paths.planned(nodes, mem) for nodes in root.paths())
+    assert found.path.peak == max(path.peak for path in planned if path)
+    node, program = found.path.nodes[found.place], found.path.programs[found.place]
+    assert found.earlier + node.heights(program)[found.phase] == found.path.peak
+
+
 def test_a_rare_branch_that_needs_much_is_not_averaged_away() -> None:
     def call(need: int, *following: Node, count: int = 1) -> Node:
         node = Node(object(), programs=[program(1, 0, need, need)], count=count)
