@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -186,7 +187,9 @@ class PlannedGraphs:
     def _lines(self) -> Iterator[str]:
         yield f"fxremat plan of {self.model}, {self.graphs} graphs, {len(self.calls)} calls a step"
         for name, figure in self.facts:
-            yield f"{name:{_INDENT}}{figure}"[:_WIDTH]
+            yield from textwrap.wrap(
+                figure, _WIDTH, initial_indent=f"{name:{_INDENT}}", subsequent_indent=" " * _INDENT
+            )
         yield ""
         yield f"{'modules':{_NAME}}{'calls':>{_COUNT}}{'saved each':>14}{'runs again each':>20}"
         for row in self.rows[:_MOST]:
@@ -225,6 +228,29 @@ class PlannedGraphs:
 
 def _row(calls: Sequence[PlannedCall]) -> str:
     first = calls[0]
-    name = first.name if len(calls) == 1 else f"{first.name} to {calls[-1].name}"
+    name = named(first.name, calls[-1].name if len(calls) > 1 else "", _NAME - 1)
     saved = format_bytes(max(call.saved for call in calls))
-    return f"{name[-_NAME + 1 :]:{_NAME}}{len(calls):>{_COUNT}}{saved:>14}{first.shown_again:>20}"
+    return f"{name:{_NAME}}{len(calls):>{_COUNT}}{saved:>14}{first.shown_again:>20}"
+
+
+def named(first: str, last: str, most: int) -> str:
+    """Return the name of the first and last module of a row, without outer modules as far as `most` columns need that.
+
+    >>> named("model.visual.blocks.0.attn.qkv", "", 29), named("model.blocks.0.up", "model.blocks.11.down", 29)
+    ('...visual.blocks.0.attn.qkv', '...0.up to ...11.down')
+    """
+    if not last:
+        return inner(first, most)
+    together = f"{first} to {last}"
+    each = (most - len(" to ")) // 2
+    return together if len(together) <= most else f"{inner(first, each)} to {inner(last, each)}"
+
+
+def inner(name: str, most: int) -> str:
+    """Return the inner modules of a module's name that have room in `most` columns, after an ellipsis if some do not.
+    """
+    if len(name) <= most:
+        return name
+    parts = name.split(".")
+    tails = (f"...{'.'.join(parts[place:])}" for place in range(1, len(parts)))
+    return next((tail for tail in tails if len(tail) <= most), f"...{name[3 - most :]}")

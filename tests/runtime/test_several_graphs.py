@@ -490,7 +490,7 @@ def test_a_plan_names_the_functions_that_stay_python() -> None:
         ours(rows()).backward()
     (function,) = ours.plan.python
     assert function.startswith("Broken.forward at test_several_graphs.py:")
-    assert f"stays Python      {function}: only what it calls is planned" in str(ours.plan)
+    assert f"stays Python {function}: only what it calls is planned" in " ".join(str(ours.plan).split())
     talking = fxremat.compile(Talking(), mem="100%", search=QUICK)
     for _ in range(2):
         talking(rows()).sum().backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.plan_of_graphs import PlanOfGraphs
+from fxremat.planned_graphs import named
 from fxremat.settings import Search
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -69,6 +71,30 @@ def planned(early: bool) -> PlanOfGraphs:
         model.zero_grad()
     found: PlanOfGraphs = model.plan
     return found
+
+
+def test_long_names_are_cut_at_dots_and_long_lines_are_wrapped() -> None:
+    plan = planned(early=False)
+    python = "forward, modeling_with_a_long_name.py:361: outputs = self.model(input_ids, attention_mask, position_ids)"
+    calls = tuple(replace(call, name="model.visual.blocks.0.attn.qkv") for call in plan.calls)
+    lines = replace(plan, python=(python,), calls=calls).describe().splitlines()
+    assert max(map(len, lines)) <= 100
+    assert f"stays Python {python}: only what it calls is planned" in " ".join(" ".join(lines).split())
+    rows = lines[next(place for place, line in enumerate(lines) if line.startswith("modules")) + 1 :]
+    assert {row[:30].strip() for row in rows} <= {"...visual.blocks.0.attn.qkv", "...attn.qkv to ...attn.qkv"}
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "shown"),
+    [
+        ("blocks.0", "blocks.5", "blocks.0 to blocks.5"),
+        ("model.visual.blocks.0.attn.qkv", "", "...visual.blocks.0.attn.qkv"),
+        ("model.blocks.0.up", "model.blocks.11.down", "...0.up to ...11.down"),
+        ("a" * 40, "", "..." + "a" * 26),
+    ],
+)
+def test_names_of_rows(first: str, last: str, shown: str) -> None:
+    assert named(first, last, 29) == shown
 
 
 def most_allocated(snapshot: dict[str, Any]) -> int:
