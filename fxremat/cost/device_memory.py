@@ -265,7 +265,10 @@ def _name_of(optimizer: torch.optim.Optimizer | str | None) -> str:
     """Return an optimizer's name for messages; of None that of the one that is assumed."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return type(optimizer).__name__
-    return optimizer or f"{OPTIMIZERS[USUAL][0].__name__}, assumed"
+    if optimizer is None:
+        return f"{_name_of(USUAL)}, assumed"
+    kind, settings = OPTIMIZERS[optimizer.lower()]
+    return ", ".join([kind.__name__, *(f"{name}={value}" for name, value in settings.items())])
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:

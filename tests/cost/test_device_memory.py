@@ -69,7 +69,9 @@ def test_adamw_is_assumed_unless_another_is_named() -> None:
     assumed, named = memory_on(H100, joint, None), memory_on(H100, joint, "adamw")
     assert (assumed.state, assumed.stepping) == (named.state, named.stepping)
     assert "(AdamW, assumed)" in str(assumed)
-    assert "(sgd)" in str(memory_on(H100, joint, "sgd"))
+    assert "(SGD)" in str(memory_on(H100, joint, "sgd"))
+    assert "(AdamW)" in str(memory_on(H100, joint, "adamw"))
+    assert "(SGD, momentum=0.9)" in str(memory_on(H100, joint, "sgd-momentum"))
 
 
 def test_an_input_that_wants_a_gradient_has_no_optimizer_state() -> None:
