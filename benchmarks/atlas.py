@@ -128,7 +128,9 @@ def published(record: str) -> str:
 def page(record: str, train: str) -> str:
     """Return the table of one way to train as Markdown."""
     found = json.loads(record)
-    rows = sorted((row for row in found["rows"] if row["train"] == train), key=_order)
+    sizes = {row["config"]: row.get("parameters", 0) for row in found["rows"] if row["train"] == "full"}
+    rows = [row | {"parameters": sizes[row["config"]]} for row in found["rows"] if row["train"] == train]
+    rows.sort(key=_order)
     if not rows:
         return ""
     heads = ["MODEL", "size", *(f"{name} {memory}" for name, memory in _memories(rows))]

@@ -546,8 +546,7 @@ def compiled_in_parts(
         return found
 
     def captured(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        quiet = silent("torch._dynamo.variables.tensor")
-        with around(), traced_torch_modules(), rnns_left_to_python(), results_vary(), quiet:
+        with around(), traced_torch_modules(), rnns_left_to_python(), silent("torch._dynamo.variables.tensor"):
             try:
                 with capture_settings(dynamic):
                     return inner(*args, **kwargs)
@@ -579,33 +578,6 @@ def traced_torch_modules() -> Iterator[None]:
     finally:
         rules.LEGACY_MOD_INLINELIST.difference_update(added)
         rules.get_legacy_mod_inlinelist.cache_clear()
-
-
-@contextlib.contextmanager
-def results_vary() -> Iterator[None]:
-    """Within this context, let dynamo take a float that ended a graph, such as `x.item()`, as one that changes.
-
-    By default the function that resumes behind the graph is captured for the float's value, and again in the second
-    step, unless a function of the same lines was captured before in this process. Such a function gets the float as
-    `___stack0`; `process_automatic_dynamic` in `torch._dynamo.variables.builder` says whether an argument has changed
-    (torch 2.11, 2.13).
-    """
-    from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
-    from torch._dynamo.variables import builder
-
-    private: Any = builder
-    own = private.process_automatic_dynamic
-    varying: Any = FrameStateSizeEntry(scalar=auto_dynamic, size=auto_dynamic, stride=auto_dynamic)
-
-    def process(tracer: Any, name: str, entry: Any, **options: Any) -> Any:
-        found = own(tracer, name, entry, **options)
-        return varying if isinstance(entry.scalar, float) and name.startswith("L['___stack") else found
-
-    private.process_automatic_dynamic = process
-    try:
-        yield
-    finally:
-        private.process_automatic_dynamic = own
 
 
 @contextlib.contextmanager
