@@ -352,7 +352,7 @@ class PathPlans:
 
     @property
     def _advice(self) -> str:
-        """What may need less memory, for error messages; "" if it is not known where the first graph ends."""
+        """Return advice on what may need less memory, for error messages; "" if the first graph's end is not known."""
         if not self._broken_at:
             return ""
         return f"slices and offloading may need less, but need one graph, and this is broken at {self._broken_at}"

@@ -48,7 +48,7 @@ def quantized(model: nn.Module) -> Any:
 
 
 def bytes_of(tensors: Any) -> int:
-    """As CUDA's allocator counts them."""
+    """Add up the bytes of tensors as CUDA's allocator counts them."""
     return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)
 
 

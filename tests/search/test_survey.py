@@ -1,4 +1,4 @@
-"""What a survey finds, on steps that are kept as numbers."""
+"""Tests of surveys, on steps that are kept as numbers."""
 
 from __future__ import annotations
 
