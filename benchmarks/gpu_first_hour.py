@@ -7,6 +7,7 @@
     python -m benchmarks.gpu_first_hour auto         mem="auto" in training loops on a device made small
     python -m benchmarks.gpu_first_hour offload      activations and weights in pinned memory
     python -m benchmarks.gpu_first_hour inductor     compiled regions beside torch.compile
+    python -m benchmarks.gpu_first_hour whole        whole graphs by Inductor, cut by fxremat and by torch
     python -m benchmarks.gpu_first_hour by_hand      checkpointed blocks beside fxremat in the same memory
     python -m benchmarks.gpu_first_hour estimates    what is estimated of this card without it, beside what it does
     python -m benchmarks.gpu_first_hour fitted       answers of `fxremat fits` beside processes that train so
@@ -45,6 +46,7 @@ from benchmarks.first_hour.memory import first, memory
 from benchmarks.first_hour.numbers import numbers
 from benchmarks.first_hour.offload import offload
 from benchmarks.first_hour.part import Row, Unfinished
+from benchmarks.first_hour.whole import whole
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 540.0
@@ -58,6 +60,7 @@ PARTS: dict[str, Callable[..., list[Row]]] = {
     "auto": auto,
     "offload": offload,
     "inductor": inductor,
+    "whole": whole,
     "by_hand": by_hand,
     "estimates": estimates,
     "fitted": fitted,
