@@ -134,6 +134,10 @@ class Inductor(Setting):
         random: which random numbers dropout uses: "inductor": those of torch.compile, generated again from a seed if
             they are recomputed; "eager": those of eager PyTorch. None: "inductor" on CUDA, where generating them in a
             compiled group costs nothing, else "eager".
+        whole_graphs: True: also compile the forward and the backward as one group each, as torch.compile does, so that
+            Inductor fuses ops across layers; the fastest that fits is taken. Compiling takes as long as torch.compile
+            does, several times if the budget is tight. False: only smaller groups. None: True on CUDA, where ops that
+            are not fused are bound by the memory's bandwidth, else False.
         config: settings of `torch._inductor.config`, by name.
 
     Raises:
@@ -141,9 +145,12 @@ class Inductor(Setting):
     """
 
     random: str | None = None
+    whole_graphs: bool | None = None
     config: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if self.whole_graphs not in (None, True, False):
+            raise FxrematError(f"Inductor: whole_graphs is {shortened(self.whole_graphs)}; it is None, True or False")
         if self.random is not None and self.random not in RANDOM:
             raise FxrematError(
                 f"Inductor: random is {shortened(self.random)}; it is None or one of {', '.join(RANDOM)}"
@@ -160,6 +167,10 @@ class Inductor(Setting):
         If `in_triton`, Inductor compiles for this device with Triton, and seeds are the default.
         """
         return (self.random or ("inductor" if in_triton else "eager")) == "inductor"
+
+    def compiles_whole_graphs(self, *, in_triton: bool) -> bool:
+        """Tell whether forward and backward are also compiled whole; `in_triton` as for `draws_from_seeds`."""
+        return in_triton if self.whole_graphs is None else self.whole_graphs
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from torch import fx
 from fxremat.agreement import ALONE, Agreement
 from fxremat.budget import free_memory
 from fxremat.cost.made_up import value_like, weights_like
-from fxremat.cost.measure import peak_of, quiet_world
+from fxremat.cost.measure import UNBOUNDED, fresh_as_known, known_costs, peak_of, quiet_world
 from fxremat.cost.remembered import keep, of_ops, recall, remembered
 from fxremat.cost.walk import given_inputs
 from fxremat.device import Ability, kind_of
@@ -33,7 +33,7 @@ from fxremat.passes.lower import lower
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Program
-from fxremat.step.step_graph import Origin
+from fxremat.step.step_graph import Kind, Origin
 from fxremat.torch_private import unprofiled
 from fxremat.units import format_bytes
 
@@ -45,6 +45,7 @@ RUNS = 3  # a step is run this many times, and the fastest run counts
 TURNS = 6  # largest number of runs of each program in a comparison
 CLOSE = 1.1  # in a comparison of long steps, a program that is slower than the fastest by this factor is not run again
 FEWEST = 3  # smallest number of runs of each program in a comparison
+TICK = 1e-9  # least seconds of a phase
 LONG = 1.0  # seconds of runs of a program after which two runs, or `FEWEST` in a comparison, are enough
 
 
@@ -137,6 +138,48 @@ def _tried(run: Callable[[], T], device: torch.device) -> T | None:
     except Exception as error:
         log.debug("running a step failed: %s: %s", type(error).__name__, error)
         return None
+
+
+def costs_of_phases(program: Program, inputs: Sequence[Any] = ()) -> Costs:
+    """Return the costs of a program whose forward and backward have one compiled region each, measured in its steps.
+
+    Running the steps takes no more memory than training does, whereas measuring a region by itself takes copies of all
+    inputs that it frees. The regions get the seconds that are left of their phase's, and the workspaces with which
+    `live_bytes` returns the measured peaks. If the program was measured before, these are read from the cache. Where
+    it cannot run, the regions get workspaces that fit no budget.
+    """
+    joint = captured_of(program.layout.graph)
+    costs = known_costs(joint, fresh=fresh_as_known(joint))
+    found = remembered("phases", [program], 4, partial(_phases, program, costs, inputs))
+    took, peaks = (found[:2], found[2:]) if found else ((math.inf, math.inf), (UNBOUNDED, UNBOUNDED))
+    seconds, workspace = [*costs.seconds], [*costs.sizes.workspace]
+    during = live_bytes(program, costs.sizes).during
+    for position, step in enumerate(program.steps):
+        if step.op is None or joint.ops[step.op].kind is not Kind.REGION:
+            continue
+        late = position >= program.split
+        others = range(program.split, len(program.steps)) if late else range(program.split)
+        seconds[step.op] = max(0.0, took[late] - costs.time_of(op for k in others if (op := program.steps[k].op) is not None))
+        workspace[step.op] += int(peaks[late]) - during[position]
+    return replace(costs, seconds=tuple(seconds), sizes=replace(costs.sizes, workspace=tuple(workspace)))
+
+
+def _phases(program: Program, costs: Costs, inputs: Sequence[Any]) -> list[float] | None:
+    """Return the seconds of forward and backward, the peak of the forward, and that of the step; None if it cannot run.
+    """
+    made = _Made.of(program, costs, inputs, alone=True)
+    if made is None:
+        return None
+
+    def run() -> list[float]:
+        primals, tangents = made.arguments()
+        before = peak_of(partial(made.forward, list(primals)), made.device)[0]
+        peak = peak_of(partial(made.step, primals, tangents), made.device)[0]
+        forward = min(made.forward_seconds(primals) for _ in range(RUNS))
+        whole = min(made.seconds(primals, tangents) for _ in range(RUNS))
+        return [forward, max(whole - forward, TICK), float(before), float(peak)]
+
+    return _tried(run, made.device)
 
 
 def has_room(program: Program, costs: Costs, inputs: Sequence[Any] = ()) -> bool:
@@ -239,4 +282,12 @@ class _Made:
         """Return the seconds of one step."""
         start = time.perf_counter()
         self.step(primals, tangents)
+        return time.perf_counter() - start
+
+    def forward_seconds(self, primals: Sequence[Any]) -> float:
+        """Return the seconds of one forward."""
+        start = time.perf_counter()
+        results = self.forward(list(primals))
+        kind_of(self.device).synchronize(self.device)
+        del results
         return time.perf_counter() - start

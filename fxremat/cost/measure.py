@@ -112,13 +112,14 @@ def measure(
     return costs_from(joint, [cost for cost in by_op if cost is not None], device, fresh)
 
 
-def known_costs(joint: Captured, rate: float = 1.0) -> Costs:
+def known_costs(joint: Captured, rate: float = 1.0, fresh: frozenset[int] = frozenset()) -> Costs:
     """Return the costs of ops that were measured before, and estimates for all other ops; nothing is run.
 
     A compiled region that was not measured counts 0 seconds, and no workspace besides its outputs.
 
     Args:
         rate: the seconds of estimates are multiplied by it.
+        fresh: ops that must not overwrite an operand.
     """
     device = device_of(joint)
     cache, rough = CostCache.of_device(device), Device.like(device)
@@ -129,7 +130,7 @@ def known_costs(joint: Captured, rate: float = 1.0) -> Costs:
         cost = cost_of(op, joint, rough)
         return replace(cost, seconds=rate * cost.seconds)
 
-    return costs_from(joint, [cache.op(op.key) or estimated(op) for op in joint.ops], device)
+    return costs_from(joint, [cache.op(op.key) or estimated(op) for op in joint.ops], device, fresh)
 
 
 def fresh_as_known(joint: Captured) -> frozenset[int]:

@@ -1,6 +1,7 @@
 """Cutting the steps of a program into units: groups that are compiled together (regions), and ops that run uncompiled.
 
     by_block           consecutive steps of one block: its forward, or its recomputation and its backward
+    by_phase           the whole forward, and the whole backward
     pointwise          groups of pointwise ops, reductions and normalizations; matrix products, convolutions and
                        attention between them run uncompiled
     alone              every op by itself, uncompiled
@@ -47,13 +48,23 @@ Units = tuple[Unit, ...]
 
 def by_block(program: Program) -> Units:
     """Return groups of consecutive steps of the same block. O(steps)."""
+    return _in_runs(program, lambda step: step.block)
+
+
+def by_phase(program: Program) -> Units:
+    """Return the forward and the backward as a group each, interrupted by what cannot be compiled. O(steps)."""
+    return _in_runs(program, lambda step: None)
+
+
+def _in_runs(program: Program, group: Callable[[Step], object]) -> Units:
+    """Return groups of consecutive steps of the same phase, and of the same `group`, as regions."""
     may = compilable(captured_of(program.layout.graph))
 
     def key(position: int) -> tuple[object, ...]:
         step = program.steps[position]
         if step.op is None or step.op not in may:
             return ("alone", position)
-        return (step.block, position >= program.split)
+        return (group(step), position >= program.split)
 
     units = []
     for (first, *_), places in itertools.groupby(range(len(program.steps)), key):

@@ -20,15 +20,18 @@ from functools import cached_property
 from math import inf, sqrt
 from time import monotonic
 
-from fxremat.cost.calibrate import has_room, peak_of_step, seconds_of_steps
-from fxremat.cost.measure import known_costs, measure
+from fxremat.cost.calibrate import costs_of_phases, has_room, peak_of_step, seconds_of_steps
+from fxremat.cost.measure import UNBOUNDED, known_costs, measure
 from fxremat.cost.remembered import keep, of_ops, recall
+from fxremat.device import kind_of
 from fxremat.fusion.joint import fused_program
+from fxremat.fusion.min_cut import least_traffic
 from fxremat.fusion.units import (
     Unit,
     Units,
     alone,
     by_block,
+    by_phase,
     is_pointwise,
     ops_of,
     pointwise,
@@ -48,9 +51,11 @@ from fxremat.planning.judged import Judged, shares_of
 from fxremat.planning.step import Step
 from fxremat.planning.stored import read, write
 from fxremat.planning.surveys import ABOVE, searched_again
+from fxremat.planning.wishes import run_once
 from fxremat.plans import Plan
 from fxremat.progress import progress
 from fxremat.search.candidate import Candidate, Frontier, exchanged
+from fxremat.settings import Inductor
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program
 from fxremat.transfers.activations import least_size
@@ -73,6 +78,10 @@ STEPS = 10_000  # compiling regions has to pay off within this many training ste
 COMPILING = 0.05  # estimated seconds to compile one op; 0.02 to 0.1 were measured on two cores
 # seconds of compiling allowed for the second of the `CUTS`; or half the seconds spent compiling so far, if more
 QUICK = 5.0
+PHASES = 2  # forward and backward: where each is one region, steps are measured instead of regions
+# regions are not tried if whole graphs take at most this times the seconds of the op-by-op program
+CLEARLY = 0.9
+CLOSER = 1.02  # a program that takes more than the budget is followed by one that takes this much less than that asks for
 NOTHING_FITS = "no program in regions fits"
 LITTLE_GAINED = "regions that fit would gain little, or nothing"
 
@@ -132,16 +141,18 @@ class _Search:
         """
         plan = self._plan
         for _ in range(TRIES):
-            in_regions = self.in_regions()
+            whole = self.whole()
             alone = [self.op_by_op] if self._fits_op_by_op else []
-            rivals = [*in_regions, *alone]
+            enough = whole and (not alone or whole[0].time <= CLEARLY * self.op_by_op.time)
+            in_regions = [] if enough else self.in_regions()
+            rivals = [*whole, *in_regions, *alone]
             if not rivals:
                 return replace(plan, not_compiled=NOTHING_FITS)
-            times = self._seconds(in_regions, alone)
+            times = [*(judged.time for judged in whole), *self._seconds(in_regions, alone)]
             best = min(range(len(rivals)), key=times.__getitem__)
             chosen, seconds = rivals[best], times[best]
             if not chosen.units or self._runs_within(chosen):
-                why = f"in regions it would take {format_seconds(times[0])}" if in_regions else LITTLE_GAINED
+                why = f"compiled it would take {format_seconds(min(times[: -len(alone)]))}" if rivals[1:] else LITTLE_GAINED
                 self._keep(chosen, seconds, why)
                 return self.plan_of(chosen, seconds, why)
             self._budget = min(self._budget, chosen.peak - 1)
@@ -203,6 +214,46 @@ class _Search:
         settings = ("in regions", *of, options.solver, *sought, options.loss_outside.size, *hosted)
         return repr(key_of(self._plan.graph, self._single, settings))
 
+    def whole(self) -> list[Judged]:
+        """Return the fastest program that fits with its forward and its backward compiled whole, in a list; [] if none.
+
+        The first is the one with the least memory traffic, which `torch.compile` would run. If it takes more than the
+        budget, programs are searched with the seconds that ops take inside of it. What a program takes more op by op
+        than compiled is known from the one before.
+        """
+        wanted = self._options.inductor or Inductor()
+        in_triton = kind_of(device_of(self._plan.graph)).in_triton
+        if not wanted.compiles_whole_graphs(in_triton=in_triton) or self._plan.link is not None:
+            return []
+        plan, budget, known = self._plan, self._budget, list[Judged]()
+        candidate = self._of_least_traffic()
+        allowed, candidates = 0, ()
+        for _ in range(TRIES):
+            judged = self._judged(candidate, by_phase(candidate.program()))
+            if judged.peak <= budget:
+                return [judged]
+            known.append(judged)
+            if judged.peak >= UNBOUNDED:
+                return []
+            over = int(CLOSER * (judged.peak - budget))
+            allowed = min(allowed or candidate.peak, candidate.peak) - over
+            if not candidates:
+                shares = shares_of(known, self._single, plan.captured)
+                candidates = self._candidates_with(shares, max(allowed, 1))
+            candidate = next((one for one in candidates if one.peak <= allowed), candidates[-1])
+            if any(candidate is one.candidate for one in known):
+                return []
+        return []
+
+    def _of_least_traffic(self) -> Candidate:
+        plan, joint = self._plan, self._plan.captured
+        known = plan.chosen.without_transfers
+        once = run_once(joint, self._options.wishes)
+        order = least_traffic(joint, known.order(), once)
+        program = order.program()
+        peak = live_bytes(program, self._single.sizes).peak
+        return known.refined_to(order, peak, self._single.time(program))
+
     def in_regions(self) -> list[Judged]:
         """Return the programs in compiled regions whose steps are to be timed: one or two, or none if none fits.
 
@@ -227,8 +278,11 @@ class _Search:
         corrected = self.fastest(self._candidates_with(self._shares)) if found.slower > WORTH_IT else None
         return [found] if corrected is None or corrected.units == found.units else [found, corrected]
 
-    def _candidates_with(self, shares: Sequence[float]) -> Sequence[Candidate]:
+    def _candidates_with(self, shares: Sequence[float], peak: int | None = None) -> Sequence[Candidate]:
         """Search for programs again, with the seconds of an op multiplied by its factor in `shares` if that is below 1.
+
+        Args:
+            peak: the bytes op by op for which programs are improved; None: the budget.
         """
         plan, single = self._plan, self._single
         if min(shares) >= 1:
@@ -240,7 +294,7 @@ class _Search:
         if keep_all.layout.graph is not plan.graph:  # that of the step as captured, where this one runs in slices
             keep_all = max(found, key=lambda one: one.peak)
         known = Frontier(keep_all=keep_all, candidates=tuple(found))
-        return searched_again(known, costs, plan.budget, self._options).candidates
+        return searched_again(known, costs, peak or plan.budget, self._options).candidates
 
     def fastest(self, candidates: Iterable[Candidate]) -> Judged | None:
         """Return the fastest program in compiled regions that fits; None if none does.
@@ -411,7 +465,11 @@ class _Search:
         self._compiling += monotonic() - began
         if left:
             log.warning("%d of %d regions do not compile: %s", len(left), len(new), left[0].given_up.splitlines()[0])
-        costs = with_loss(joint, measure(joint, self._step.inputs), self._options).scaled(self._calibration)
+        if units == by_phase(candidate.program()) and len(regions_of(joint.module.graph)) == PHASES:
+            costs = costs_of_phases(fused, self._step.inputs)
+        else:
+            costs = measure(joint, self._step.inputs).scaled(self._calibration)
+        costs = with_loss(joint, costs, self._options)
         peak = live_bytes(fused, costs.sizes).peak
         log.debug(
             "a program of %d bytes and %.4g s takes %d bytes and %.4g s in %d units",

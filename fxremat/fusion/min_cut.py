@@ -1,0 +1,134 @@
+"""Recompute what Inductor fuses: a minimum cut decides which forward values the backward reads from memory.
+
+Inductor computes pointwise ops, reductions and normalizations inside of the kernels that read their results, so that
+recomputing them costs memory traffic only, and saves it where the recomputed value is larger than what it is computed
+from. The values to keep are a minimum cut of the forward's data flow: every path from what cannot be recomputed to what
+the backward reads has one, and together they cost the least traffic. A kept value that nothing but fused code reads
+would not be written otherwise, so it costs twice its bytes. That is the formulation of torch's
+`min_cut_rematerialization_partition`, on the ops before Inductor decomposes them; the longer the way from a value to
+the backward, the more it costs (`FARTHER`), since more is recomputed from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from fxremat.fusion.units import is_pointwise
+from fxremat.graphs.captured import Captured
+from fxremat.step.program import Order
+from fxremat.step.step_graph import Op, Origin
+
+FARTHER = 1.1  # the cost of a value is multiplied by this for each op between it and the backward
+FARTHEST = 100  # number of ops up to which that counts
+UNITS = 2**20  # a minimum cut is computed in integers: the dearest value costs this many
+
+
+def least_traffic(graph: Captured, known: Order, once: Set[int] = frozenset()) -> Order:
+    """Return an order of ops that recomputes fused ops where that costs the least memory traffic.
+
+    Forward and backward run as in `known`. Before a backward op that reads a value which is not kept, the ops that
+    compute it run again. O(ops) beside the minimum cut.
+
+    Args:
+        known: an order in which each op runs at least once; its blocks are taken.
+        once: ops that must not be recomputed.
+    """
+    fusible = {op.index for op in graph.ops if op.writes and is_pointwise(graph.nodes[op.index])}
+    again = {op.index for op in graph.forward_ops if op.index in fusible and not op.random} - once
+    kept = _Cut(graph, fusible, again).kept()
+    blocks = dict(reversed([*zip(known.ops, known.blocks, strict=True)]))  # of the first execution of each op
+    first = dict.fromkeys(known.ops)
+    forward = [op for op in first if op < graph.forward_count]
+    backward = list(_with_recomputations(graph, [op for op in first if op >= graph.forward_count], kept))
+    return Order(
+        layout=known.layout,
+        ops=(*forward, *(op for op, _ in backward)),
+        blocks=(*(blocks[op] for op in forward), *(blocks[reader] for _, reader in backward)),
+        split=len(forward),
+    )
+
+
+def _with_recomputations(graph: Captured, backward: list[int], kept: Set[int]) -> Iterator[tuple[int, int]]:
+    """Yield the ops of the backward, each after the recomputations that it needs, with the op that they run for."""
+    made = {value.index for value in graph.values if value.origin is not Origin.FORWARD} | kept
+
+    def needed(values: tuple[int, ...]) -> Iterator[int]:
+        for value in values:
+            if value not in made:
+                producer = graph.values[value].producer
+                assert producer is not None
+                op = graph.ops[producer]
+                yield from needed(op.again_reads)
+                made.update(op.again_writes)
+                yield producer
+
+    for index in backward:
+        for op in needed(graph.ops[index].reads):
+            yield op, index
+        yield index, index
+
+
+@dataclass
+class _Cut:
+    """The flow network of a forward: value v enters at node 2 v and leaves at 2 v + 1."""
+
+    graph: Captured
+    fusible: Set[int]  # ops that Inductor fuses
+    again: Set[int]  # forward ops that may be recomputed
+    _edges: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def kept(self) -> set[int]:
+        """Return the values of a minimum cut."""
+        graph, count = self.graph, len(self.graph.values)
+        source, sink, forever = 2 * count, 2 * count + 1, np.iinfo(np.int32).max
+        read_later = {value for op in graph.backward_ops for value in op.reads}
+        costs = self._costs(read_later)
+        unit = max(costs.values(), default=0.0) / UNITS or 1.0
+        for value, cost in costs.items():
+            self._edges[2 * value, 2 * value + 1] = math.ceil(cost / unit)
+            producer = graph.values[value].producer
+            if producer is None or producer not in self.again:
+                self._edges[source, 2 * value] = forever
+            else:
+                op = graph.ops[producer]
+                self._edges |= {(2 * read + 1, 2 * value): forever for read in op.again_reads if read in costs}
+            if value in read_later:
+                self._edges[2 * value + 1, sink] = forever
+        begins, ends = zip(*self._edges, strict=True)
+        shape = (2 * count + 2, 2 * count + 2)
+        capacity = csr_array((np.array([*self._edges.values()], dtype=np.int32), (begins, ends)), shape=shape)
+        left = capacity - maximum_flow(capacity, source, sink).flow
+        left.eliminate_zeros()
+        reached = set(breadth_first_order(left, source, return_predecessors=False).tolist())
+        return {value for value in costs if 2 * value in reached and 2 * value + 1 not in reached}
+
+    def _costs(self, read_later: Set[int]) -> dict[int, float]:
+        """Return what keeping each value costs that a forward op computes or reads, in bytes of traffic."""
+        graph, readers = self.graph, dict[int, list[Op]]()
+        for op in graph.ops:
+            for value in op.reads:
+                readers.setdefault(value, []).append(op)
+        away = self._distances(read_later)
+        found = {}
+        for value in graph.values:
+            if value.origin is Origin.FORWARD or (value.origin is Origin.PRIMAL and value.index in readers):
+                inside = value.producer in self.fusible and value.index not in graph.output_values
+                fused = inside and all(op.index in self.fusible for op in readers.get(value.index, ()))
+                times = 2 if fused else 1
+                found[value.index] = times * max(1, value.bytes) * FARTHER ** min(away.get(value.index, 0), FARTHEST)
+        return found
+
+    def _distances(self, read_later: Set[int]) -> Mapping[int, int]:
+        """Return for each value that the backward depends on how many forward ops are between it and the backward."""
+        away = dict.fromkeys(read_later, 0)
+        for op in reversed(self.graph.forward_ops):
+            behind = min((away[value] for value in op.writes if value in away), default=None)
+            for value in op.reads if behind is not None else ():
+                away[value] = min(away.get(value, behind + 1), behind + 1)
+        return away
