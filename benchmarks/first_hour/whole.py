@@ -1,4 +1,4 @@
-"""Whole graphs that Inductor compiles, cut by fxremat's partition function, by torch's, and as `torch.compile` cuts them.
+"""Whole graphs that Inductor compiles: cut by fxremat's partition function, by torch's, and as `torch.compile` does.
 
 Budgets are percents of what `torch.compile` allocates. Torch's way is its best `activation_memory_budget` that fits.
 """
@@ -15,11 +15,11 @@ from torch import nn
 from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 
-from fxremat.passes import InductorPartitioner
 from benchmarks.models.on_gpus import GpuSize
+from fxremat.passes import InductorPartitioner
 
 from .part import Column, Measure, Results, Row, clean
-from .steps import MB, Batch, made, percent, peaks, seconds
+from .steps import MB, Batch, made, peaks, percent, seconds
 
 MODELS = ("gpt odd", "resnet amp", "gpt")
 SHARES = (60, 45)

@@ -158,8 +158,9 @@ def costs_of_phases(program: Program, inputs: Sequence[Any] = ()) -> Costs:
         if step.op is None or joint.ops[step.op].kind is not Kind.REGION:
             continue
         late = position >= program.split
-        others = range(program.split, len(program.steps)) if late else range(program.split)
-        seconds[step.op] = max(0.0, took[late] - costs.time_of(op for k in others if (op := program.steps[k].op) is not None))
+        phase = program.steps[program.split :] if late else program.steps[: program.split]
+        others = costs.time_of(one.op for one in phase if one.op is not None)
+        seconds[step.op] = max(0.0, took[late] - others)
         workspace[step.op] += int(peaks[late]) - during[position]
     return replace(costs, seconds=tuple(seconds), sizes=replace(costs.sizes, workspace=tuple(workspace)))
 

@@ -103,7 +103,7 @@ class _Cut:
         begins, ends = zip(*self._edges, strict=True)
         shape = (2 * count + 2, 2 * count + 2)
         capacity = csr_array((np.array([*self._edges.values()], dtype=np.int32), (begins, ends)), shape=shape)
-        left = capacity - maximum_flow(capacity, source, sink).flow
+        left = csr_array(capacity - maximum_flow(capacity, source, sink).flow)
         left.eliminate_zeros()
         reached = set(breadth_first_order(left, source, return_predecessors=False).tolist())
         return {value for value in costs if 2 * value in reached and 2 * value + 1 not in reached}
@@ -116,19 +116,20 @@ class _Cut:
                 readers.setdefault(value, []).append(op)
         away = self._distances(read_later)
         found = {}
-        for value in graph.values:
-            if value.origin is Origin.FORWARD or (value.origin is Origin.PRIMAL and value.index in readers):
-                inside = value.producer in self.fusible and value.index not in graph.output_values
-                fused = inside and all(op.index in self.fusible for op in readers.get(value.index, ()))
+        for each in graph.values:
+            index = each.index
+            if each.origin is Origin.FORWARD or (each.origin is Origin.PRIMAL and index in readers):
+                inside = each.producer in self.fusible and index not in graph.output_values
+                fused = inside and all(op.index in self.fusible for op in readers.get(index, ()))
                 times = 2 if fused else 1
-                found[value.index] = times * max(1, value.bytes) * FARTHER ** min(away.get(value.index, 0), FARTHEST)
+                found[index] = times * max(1, each.bytes) * FARTHER ** min(away.get(index, 0), FARTHEST)
         return found
 
     def _distances(self, read_later: Set[int]) -> Mapping[int, int]:
         """Return for each value that the backward depends on how many forward ops are between it and the backward."""
         away = dict.fromkeys(read_later, 0)
         for op in reversed(self.graph.forward_ops):
-            behind = min((away[value] for value in op.writes if value in away), default=None)
-            for value in op.reads if behind is not None else ():
-                away[value] = min(away.get(value, behind + 1), behind + 1)
+            behind = [away[value] for value in op.writes if value in away]
+            for value in op.reads if behind else ():
+                away[value] = min(away.get(value, FARTHEST), min(behind) + 1)
         return away

@@ -48,30 +48,64 @@ Units = tuple[Unit, ...]
 
 def by_block(program: Program) -> Units:
     """Return groups of consecutive steps of the same block. O(steps)."""
-    return _in_runs(program, lambda step: step.block)
-
-
-def by_phase(program: Program) -> Units:
-    """Return the forward and the backward as a group each, interrupted by what cannot be compiled. O(steps)."""
-    return _in_runs(program, lambda step: None)
-
-
-def _in_runs(program: Program, group: Callable[[Step], object]) -> Units:
-    """Return groups of consecutive steps of the same phase, and of the same `group`, as regions."""
     may = compilable(captured_of(program.layout.graph))
 
     def key(position: int) -> tuple[object, ...]:
         step = program.steps[position]
         if step.op is None or step.op not in may:
             return ("alone", position)
-        return (group(step), position >= program.split)
+        return (step.block, position >= program.split)
 
-    units = []
-    for (first, *_), places in itertools.groupby(range(len(program.steps)), key):
-        steps = tuple(places)
-        alone = first == "alone" or (len(steps) == 1 and not _must_compile(program, steps[0]))
-        units.append(Unit(steps, compiled=not alone))
-    return tuple(units)
+    groups = itertools.groupby(range(len(program.steps)), key)
+    return tuple(_unit(program, tuple(places), may) for _, places in groups)
+
+
+def by_phase(program: Program) -> Units:
+    """Return the forward and the backward as a group each, where no step stays uncompiled. O(steps).
+
+    Steps that cannot be compiled run before a group if they read nothing of it. Behind one that reads something of it,
+    the steps that depend on it are another group.
+    """
+    may = compilable(captured_of(program.layout.graph))
+    return tuple(
+        _unit(program, tuple(places), may)
+        for phase in (range(program.split), range(program.split, len(program.steps)))
+        for places in _around_single_steps(program, phase, may)
+    )
+
+
+def _around_single_steps(program: Program, phase: Iterable[int], may: Set[int]) -> list[list[int]]:
+    """Group steps around those whose ops are not in `may`, which stay in their order, each in a group of its own."""
+    groups: list[list[int]] = []
+    regions: list[list[int]] = []  # those of the groups that are compiled
+    writer: dict[int, list[int]] = {}  # version -> the group that computes it
+    for position in phase:
+        step = program.steps[position]
+        read = [writer[version] for version in step.reads if version in writer]
+        if step.op is None or step.op not in may:
+            group = [position]
+            is_last = bool(regions) and groups[-1] is regions[-1]
+            before = is_last and all(one is not groups[-1] for one in read)
+            groups.insert(len(groups) - before, group)
+        else:
+            behind = groups[_place(groups, regions[-1]) + 1 :] if regions else groups
+            if not regions or any(one is late for one in read for late in behind):
+                regions.append([])
+                groups.append(regions[-1])
+            group = regions[-1]
+            group.append(position)
+        writer |= dict.fromkeys(step.writes, group)
+    return groups
+
+
+def _place(groups: Sequence[list[int]], group: list[int]) -> int:
+    return next(place for place in reversed(range(len(groups))) if groups[place] is group)
+
+
+def _unit(program: Program, steps: tuple[int, ...], may: Set[int]) -> Unit:
+    """Return steps as a region, or, if it is one that need not be compiled, as a single op."""
+    together = len(steps) > 1 or _must_compile(program, steps[0])
+    return Unit(steps, compiled=together and all(program.steps[position].op in may for position in steps))
 
 
 def alone(program: Program, positions: Iterable[int]) -> Units:
@@ -167,7 +201,7 @@ def _of_units(program: Program, units: Units) -> Program:
         reads = {version for position in unit.steps for version in steps[position].reads} - made
         return Transfer(first.block, first.role, -1, tuple(reads), tuple(made & leaving))
 
-    split = unit_of[program.split] if program.split < len(steps) else len(units)
+    split = next((place for place, unit in enumerate(units) if unit.steps[0] >= program.split), len(units))
     return replace(program, steps=tuple(map(merged, units, inside)), split=split)
 
 

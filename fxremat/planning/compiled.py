@@ -81,7 +81,8 @@ QUICK = 5.0
 PHASES = 2  # forward and backward: where each is one region, steps are measured instead of regions
 # regions are not tried if whole graphs take at most this times the seconds of the op-by-op program
 CLEARLY = 0.9
-CLOSER = 1.02  # a program that takes more than the budget is followed by one that takes this much less than that asks for
+# after a program that takes some bytes too many, one is tried that takes this many times as many fewer
+CLOSER = 1.02
 NOTHING_FITS = "no program in regions fits"
 LITTLE_GAINED = "regions that fit would gain little, or nothing"
 
@@ -152,7 +153,8 @@ class _Search:
             best = min(range(len(rivals)), key=times.__getitem__)
             chosen, seconds = rivals[best], times[best]
             if not chosen.units or self._runs_within(chosen):
-                why = f"compiled it would take {format_seconds(min(times[: -len(alone)]))}" if rivals[1:] else LITTLE_GAINED
+                compiled = times[: len(times) - len(alone)]
+                why = f"in regions it would take {format_seconds(min(compiled))}" if compiled else LITTLE_GAINED
                 self._keep(chosen, seconds, why)
                 return self.plan_of(chosen, seconds, why)
             self._budget = min(self._budget, chosen.peak - 1)
@@ -215,44 +217,53 @@ class _Search:
         return repr(key_of(self._plan.graph, self._single, settings))
 
     def whole(self) -> list[Judged]:
-        """Return the fastest program that fits with its forward and its backward compiled whole, in a list; [] if none.
+        """Return programs that fit, with forward and backward compiled whole: one, two, or none.
 
-        The first is the one with the least memory traffic, which `torch.compile` would run. If it takes more than the
-        budget, programs are searched with the seconds that ops take inside of it. What a program takes more op by op
-        than compiled is known from the one before.
+        They are the one that recomputes nothing, and the fastest of those that do. Of these, the first tried has the
+        least memory traffic, which is what `torch.compile` runs. If it takes more than the budget, programs are
+        searched with the seconds that ops take inside of it.
         """
         wanted = self._options.inductor or Inductor()
         in_triton = kind_of(device_of(self._plan.graph)).in_triton
         if not wanted.compiles_whole_graphs(in_triton=in_triton) or self._plan.link is not None:
             return []
-        plan, budget, known = self._plan, self._budget, list[Judged]()
-        candidate = self._of_least_traffic()
-        allowed, candidates = 0, ()
-        for _ in range(TRIES):
-            judged = self._judged(candidate, by_phase(candidate.program()))
-            if judged.peak <= budget:
-                return [judged]
-            known.append(judged)
-            if judged.peak >= UNBOUNDED:
-                return []
-            over = int(CLOSER * (judged.peak - budget))
-            allowed = min(allowed or candidate.peak, candidate.peak) - over
+        keep_all, recomputing = self._plan.alternatives.keep_all, self._fastest_whole()
+        if recomputing is None or keep_all.layout.graph is not self._plan.graph or keep_all.peak > self._budget:
+            return [recomputing] if recomputing else []
+        return [one for one in (recomputing, self._judged_whole(keep_all)) if one.peak <= self._budget]
+
+    def _fastest_whole(self) -> Judged | None:
+        """Return the fastest program that recomputes and fits, with forward and backward compiled whole; None if none.
+
+        How many bytes a program takes less compiled than op by op is known from the program before.
+        """
+        judged = self._judged_whole(self._of_least_traffic())
+        candidates: Sequence[Candidate] = ()
+        known, allowed = [judged], judged.candidate.peak
+        while judged.peak > self._budget:
+            if len(known) == TRIES or judged.peak >= UNBOUNDED:
+                return None
+            allowed = min(allowed, judged.candidate.peak) - int(CLOSER * (judged.peak - self._budget))
             if not candidates:
-                shares = shares_of(known, self._single, plan.captured)
+                shares = shares_of(known, self._single, self._plan.captured)
                 candidates = self._candidates_with(shares, max(allowed, 1))
             candidate = next((one for one in candidates if one.peak <= allowed), candidates[-1])
             if any(candidate is one.candidate for one in known):
-                return []
-        return []
+                return None
+            judged = self._judged_whole(candidate)
+            known.append(judged)
+        return judged
+
+    def _judged_whole(self, candidate: Candidate) -> Judged:
+        return self._judged(candidate, by_phase(candidate.program()))
 
     def _of_least_traffic(self) -> Candidate:
+        """Return the program that recomputes what Inductor fuses, with its peak and its seconds op by op."""
         plan, joint = self._plan, self._plan.captured
         known = plan.chosen.without_transfers
-        once = run_once(joint, self._options.wishes)
-        order = least_traffic(joint, known.order(), once)
+        order = least_traffic(joint, known.order(), run_once(joint, self._options.wishes))
         program = order.program()
-        peak = live_bytes(program, self._single.sizes).peak
-        return known.refined_to(order, peak, self._single.time(program))
+        return known.refined_to(order, live_bytes(program, self._single.sizes).peak, self._single.time(program))
 
     def in_regions(self) -> list[Judged]:
         """Return the programs in compiled regions whose steps are to be timed: one or two, or none if none fits.
