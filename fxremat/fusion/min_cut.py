@@ -21,6 +21,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from fxremat.fusion.units import is_pointwise
 from fxremat.graphs.captured import Captured
+from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.step.program import Order
 from fxremat.step.step_graph import Op, Origin
 
@@ -40,7 +41,13 @@ def least_traffic(graph: Captured, known: Order, once: Set[int] = frozenset()) -
         once: ops that must not be recomputed.
     """
     fusible = {op.index for op in graph.ops if op.writes and is_pointwise(graph.nodes[op.index])}
-    again = {op.index for op in graph.forward_ops if op.index in fusible and not op.random} - once
+    written = {value for op in graph.backward_ops if op.index not in fusible for value in op.reads}
+    again = {
+        op.index
+        for op in graph.forward_ops
+        if op.index in fusible - once and not op.random and graph.nodes[op.index].target not in ALWAYS_COMPILED
+        if written.isdisjoint(op.writes)
+    }
     kept = _Cut(graph, fusible, again).kept()
     blocks = dict(reversed([*zip(known.ops, known.blocks, strict=True)]))  # of the first execution of each op
     first = dict.fromkeys(known.ops)
