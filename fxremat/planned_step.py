@@ -200,7 +200,9 @@ class PlannedStep:
     @property
     def known_minimum(self) -> int:
         """Smallest budget, in bytes, that any program tried for this plan needs."""
-        return self.weights.minimum if self.weights else self.alternatives.minimum
+        if self.weights:
+            return self.weights.minimum
+        return min(self.alternatives.minimum, self.running.chosen.peak)
 
     @property
     def sizes(self) -> str:

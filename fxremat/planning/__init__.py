@@ -14,6 +14,7 @@ Capturing a step and running a plan are in `fxremat.runtime`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +26,7 @@ from fxremat.host.default import default_tier
 from fxremat.ops.parameters import kind_of_optimizer
 from fxremat.options import Options
 from fxremat.passes.lower import Handles
-from fxremat.planning.compiled import with_compiled_kernels
+from fxremat.planning.compiled import compiles_whole_graphs, with_compiled_kernels
 from fxremat.planning.in_slices import Variants, fastest, variants_of, what_slices_buy
 from fxremat.planning.limits import Limit, limit_of
 from fxremat.planning.means import (
@@ -42,6 +43,7 @@ from fxremat.transfers.network import communicates
 from fxremat.units import Least
 
 log = logging.getLogger(__name__)
+HOPE = 3  # whole graphs are compiled if the least budget op by op is at most this many times the user's
 
 
 def plan(step: Step, options: Options) -> Plan:
@@ -71,8 +73,8 @@ def plan(step: Step, options: Options) -> Plan:
         elif options.tried:
             made, used = plan_after_others(step, options, op_by_op), options
         else:
-            made, used = op_by_op(step, options), options
-        if used.compiles:
+            made, used = _whole_at_least(step, options, op_by_op), options
+        if used.compiles and not made.compiled:
             made = with_compiled_kernels(made, step, used)
             made = with_kernels_among_means(made) if options.chooses else made
         _check_equal(made, step.ranks)
@@ -87,6 +89,26 @@ def _op_by_op(step: Step, options: Options, limit: Limit) -> Plan:
         return fastest(variants, options)
     except BudgetTooSmall as error:
         raise limit.explained(_with_advice(error, variants, options)) from None
+
+
+def _whole_at_least(step: Step, options: Options, op_by_op: Callable[[Step, Options], Plan]) -> Plan:
+    """Plan op by op; where nothing fits, with forward and backward compiled whole, which may take less memory.
+
+    Raises:
+        BudgetTooSmall: nothing fits either way.
+    """
+    try:
+        return op_by_op(step, options)
+    except BudgetTooSmall as error:
+        hopeless = error.minimum > HOPE * error.budget or options.counts_reserved
+        if hopeless or not compiles_whole_graphs(step.graph, options):
+            raise
+        within_least = replace(options, mem=error.minimum)
+        least = _op_by_op(step, within_least, limit_of(step, within_least))
+        made = with_compiled_kernels(replace(least, budget=error.budget), step, options)
+        if made.compiled is None:
+            raise
+        return made
 
 
 def _communicating(step: Step) -> str:

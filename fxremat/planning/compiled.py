@@ -58,6 +58,7 @@ from fxremat.search.candidate import Candidate, Frontier, exchanged
 from fxremat.settings import Inductor
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program
+from fxremat.step.step_graph import StepGraph
 from fxremat.transfers.activations import least_size
 from fxremat.transfers.offloading import Source
 from fxremat.units import format_seconds
@@ -105,6 +106,13 @@ def with_compiled_kernels(plan: Plan, step: Step, options: Options) -> Plan:
     """
     search = _Search(plan, replace(step, graph=plan.captured), options)
     return search.chosen_before() or search.chosen()
+
+
+def compiles_whole_graphs(graph: StepGraph, options: Options) -> bool:
+    """Tell whether the user wants forward and backward compiled whole on the device of this step."""
+    return options.compiles and (options.inductor or Inductor()).compiles_whole_graphs(
+        in_triton=kind_of(device_of(graph)).in_triton
+    )
 
 
 class _Search:
@@ -223,9 +231,7 @@ class _Search:
         least memory traffic, which is what `torch.compile` runs. If it takes more than the budget, programs are
         searched with the seconds that ops take inside of it.
         """
-        wanted = self._options.inductor or Inductor()
-        in_triton = kind_of(device_of(self._plan.graph)).in_triton
-        if not wanted.compiles_whole_graphs(in_triton=in_triton) or self._plan.link is not None:
+        if not compiles_whole_graphs(self._plan.graph, self._options) or self._plan.link is not None:
             return []
         keep_all, recomputing = self._plan.alternatives.keep_all, self._fastest_whole()
         if recomputing is None or keep_all.layout.graph is not self._plan.graph or keep_all.peak > self._budget:

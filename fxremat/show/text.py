@@ -295,7 +295,7 @@ def whatever_is(plan: PlannedStep) -> str:
 def _least(plan: PlannedStep, exact: bool) -> str:
     least = format_bytes(plan.minimum) + (f" ({plan.minimum} bytes)" if exact else "")
     smallest = plan.alternatives.candidates[-1]
-    if plan.weights or plan.minimum < plan.known_minimum or smallest.layout.graph is not plan.graph:
+    if plan.weights or plan.minimum < plan.alternatives.minimum or smallest.layout.graph is not plan.graph:
         return least
     return f"{least}, where {floor_of(smallest.program(), plan.costs)}"
 

@@ -103,6 +103,26 @@ def test_cuts_of_random_models_small(recipe: Recipe, share: int, blocks: bool, t
     check_cut(cut, recipe, share, trained=trained, search=QUICK)
 
 
+def check_whole(recipe: Recipe, share: int, **options: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "CUTS", ())
+        patch.setattr(compiled._Search, "_seconds", lambda _, __, single: [1e9] * len(single))
+        check(recipe, share, backend=Inductor(random="eager", whole_graphs=True, config=SETTINGS), **options)
+
+
+@few(4)
+@given(small_recipes, st.integers(0, 100), st.booleans(), st.booleans())
+def test_whole_graphs_of_random_models_small(recipe: Recipe, share: int, trained: bool, twice: bool) -> None:
+    check_whole(recipe, share, trained=trained, twice=twice, search=QUICK)
+
+
+@pytest.mark.long
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(recipes, st.integers(0, 100), st.booleans(), st.booleans())
+def test_whole_graphs_of_random_models(recipe: Recipe, share: int, trained: bool, twice: bool) -> None:
+    check_whole(recipe, share, trained=trained, twice=twice)
+
+
 @pytest.mark.long
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(recipes, st.integers(0, 100), st.integers(0, 1000), st.booleans(), st.booleans())

@@ -18,6 +18,7 @@ from fxremat.fusion.units import (
     alike,
     alone,
     by_block,
+    by_phase,
     compilable,
     may_compile,
     ops_of,
@@ -53,7 +54,8 @@ def gpt() -> tuple[Frontier, Costs]:
 
 def cuts(program: Program, costs: Costs) -> list[Units]:
     most = max(unit_bytes(program, costs.sizes, alone(program, range(len(program.steps)))))
-    return [by_block(program), pointwise(program, costs.sizes, most), alone(program, range(len(program.steps)))]
+    singly = alone(program, range(len(program.steps)))
+    return [by_block(program), by_phase(program), pointwise(program, costs.sizes, most), singly]
 
 
 def programs_of(recipe: Recipe) -> Iterator[tuple[Captured, Costs, Program]]:
@@ -101,6 +103,31 @@ def test_an_op_joins_no_group_before_what_it_reads() -> None:
     for position in (position for unit in units for position in unit.steps):
         assert there.issuperset(program.steps[position].reads)
         there.update(program.steps[position].writes)
+
+
+class Noisy(nn.Module):
+    """Layers around a dropout, which is not compiled with eager PyTorch's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.dropout, self.after = nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(16)
+        y = self.before(x).tanh()
+        return (self.after(self.dropout(y)) + y.exp() * noise).sum()
+
+
+def test_a_phase_is_cut_only_where_a_step_that_is_not_compiled_needs_it() -> None:
+    joint = capture(Noisy(), torch.randn(4, 16))
+    program = survey(joint, estimated(joint), effort=0.0).keep_all.program()
+    kinds = [
+        ("region" if unit.compiled else joint.ops[program.steps[unit.steps[0]].op].name, unit.steps[0] < program.split)
+        for unit in by_phase(program)
+    ]
+    assert kinds == [
+        ("randn", True), ("region", True), ("native_dropout", True), ("region", True), ("region", False)
+    ]
 
 
 @few(4)
