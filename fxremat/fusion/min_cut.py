@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -81,39 +82,53 @@ def _with_recomputations(graph: Captured, backward: list[int], kept: Set[int]) -
         yield index, index
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Cut:
     """The flow network of a forward: value v enters at node 2 v and leaves at 2 v + 1."""
 
     graph: Captured
     fusible: Set[int]  # ops that Inductor fuses
     again: Set[int]  # forward ops that may be recomputed
-    _edges: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def kept(self) -> set[int]:
-        """Return the values of a minimum cut."""
-        graph, count = self.graph, len(self.graph.values)
-        source, sink, forever = 2 * count, 2 * count + 1, np.iinfo(np.int32).max
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The source and the sink of the network."""
+        count = len(self.graph.values)
+        return 2 * count, 2 * count + 1
+
+    @cached_property
+    def edges(self) -> Mapping[tuple[int, int], int]:
+        """The capacities of the edges, by the nodes where they begin and end."""
+        graph, (source, sink), forever = self.graph, self.ends, int(np.iinfo(np.int32).max)
         read_later = {value for op in graph.backward_ops for value in op.reads}
         costs = self._costs(read_later)
         unit = max(costs.values(), default=0.0) / UNITS or 1.0
+        found: dict[tuple[int, int], int] = {}
         for value, cost in costs.items():
-            self._edges[2 * value, 2 * value + 1] = math.ceil(cost / unit)
+            found[2 * value, 2 * value + 1] = math.ceil(cost / unit)
             producer = graph.values[value].producer
             if producer is None or producer not in self.again:
-                self._edges[source, 2 * value] = forever
+                found[source, 2 * value] = forever
             else:
                 op = graph.ops[producer]
-                self._edges |= {(2 * read + 1, 2 * value): forever for read in op.again_reads if read in costs}
+                found |= {(2 * read + 1, 2 * value): forever for read in op.again_reads if read in costs}
             if value in read_later:
-                self._edges[2 * value + 1, sink] = forever
-        begins, ends = zip(*self._edges, strict=True)
-        shape = (2 * count + 2, 2 * count + 2)
-        capacity = csr_array((np.array([*self._edges.values()], dtype=np.int32), (begins, ends)), shape=shape)
-        left = csr_array(capacity - maximum_flow(capacity, source, sink).flow)
+                found[2 * value + 1, sink] = forever
+        return found
+
+    def kept(self) -> set[int]:
+        """Return the values of a minimum cut."""
+        source, sink = self.ends
+        if not self.edges:
+            return set()
+        begins, ends = zip(*self.edges, strict=True)
+        capacities = np.array([*self.edges.values()], dtype=np.int32)
+        network = csr_array((capacities, (begins, ends)), shape=(sink + 1, sink + 1))
+        left = csr_array(network - maximum_flow(network, source, sink).flow)
         left.eliminate_zeros()
         reached = set(breadth_first_order(left, source, return_predecessors=False).tolist())
-        return {value for value in costs if 2 * value in reached and 2 * value + 1 not in reached}
+        known = {begin // 2 for begin, end in self.edges if begin % 2 == 0 and end == begin + 1}
+        return {value for value in known if 2 * value in reached and 2 * value + 1 not in reached}
 
     def _costs(self, read_later: Set[int]) -> dict[int, float]:
         """Return what keeping each value costs that a forward op computes or reads, in bytes of traffic."""
