@@ -21,6 +21,7 @@ from . import (
     kernels_page,
     offload,
     slices_page,
+    traffic,
 )
 from .alternatives import rows, verdict
 from .first_hour import page as gpu_page
@@ -212,6 +213,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "combinations.json": combinations.page,
     "combinations_of_ranks.json": combinations_of_ranks.page,
     "fits.json": fits.page,
+    "traffic.json": traffic.table,
     **{f"gpu_first_hour/{name}.json": partial(gpu_page.table, name) for name in gpu_page.COLUMNS},
 }
 MORE: tuple[tuple[str, str, Callable[[str], str]], ...] = (  # parts of a name of their own

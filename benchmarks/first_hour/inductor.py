@@ -1,6 +1,7 @@
-"""Compiled regions: budgets and times, beside `torch.compile`, which keeps what it likes.
+"""Whole graphs and smaller regions compiled by Inductor: budgets and times, beside `torch.compile` without a budget.
 
-The first step tunes kernels, which may allocate more than the budget: rows have it apart.
+The first step tunes kernels, which may allocate more than the budget: rows have it apart. Of a step under the profiler,
+rows have the seconds of all kernels and their number; where a step takes longer than its kernels, it waits for the CPU.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 import torch
 
 import fxremat
+from benchmarks import meter
 from benchmarks.models.on_gpus import GpuSize
-from fxremat.settings import Search
+from fxremat.settings import Inductor, Search
 
 from .part import Column, Measure, Results, Row
-from .steps import MB, made, over, peaks, percent, seconds
+from .steps import MB, Batch, made, over, peaks, percent, seconds
 
 MODELS = ("gpt", "resnet amp")
 BUDGETS = ("80%", "50%")
@@ -33,6 +35,7 @@ COLUMNS = (
     Column(name="foreseen ms", width=13, text=lambda r: f"{1e3 * r['foreseen']:.1f}"),
     Column(name="took ms", width=9, text=lambda r: f"{1e3 * r['seconds']:.1f}"),
     Column(name="planned s", width=11, text=lambda r: f"{r['planning']:.0f}"),
+    Column(name="kernels", text=lambda r: _kernels(r)),
     Column(name="regions", text=lambda r: str(r["regions"] or r["not_compiled"])),
 )
 
@@ -47,16 +50,18 @@ def inductor(
 def _cases(names: tuple[str, ...], size: GpuSize) -> Iterator[tuple[str, Measure]]:
     for name in names:
         for mem in BUDGETS:
-            yield f"{name} at {mem}", partial(_measure, name, mem, size)
+            yield f"{name} at {mem}", partial(_measure, name, mem, size, True)
+            yield f"{name} at {mem}, in regions", partial(_measure, name, mem, size, False)
 
 
-def _measure(name: str, mem: str, size: GpuSize) -> Row:
+def _measure(name: str, mem: str, size: GpuSize, whole: bool) -> Row:
     plain, batch = made(name, size)
     stock: Any = torch.compile(plain, dynamic=False)
     stock_peak = peaks(stock, batch).allocated
     model, _ = made(name, size)
     began = time.perf_counter()
-    ours: Any = fxremat.compile(model, mem=mem, search=Search(progress=False), backend="inductor", example_inputs=batch)
+    backend = Inductor(whole_graphs=whole)
+    ours: Any = fxremat.compile(model, mem=mem, search=Search(progress=False), backend=backend, example_inputs=batch)
     planning = time.perf_counter() - began
     found, plan = peaks(ours, batch), ours.plan
     stock_seconds, own_seconds = seconds([stock, ours], batch)
@@ -71,4 +76,22 @@ def _measure(name: str, mem: str, size: GpuSize) -> Row:
         "planning": planning,
         "regions": plan.compiled.regions if plan.compiled else 0,
         "not_compiled": plan.not_compiled,
+        "kernels": {"torch.compile": _profiled(stock, batch), "fxremat": _profiled(ours, batch)},
     }
+
+
+def _profiled(model: Any, batch: Batch) -> tuple[float, int]:
+    """Return the seconds and the number of the kernels of one step."""
+    model.zero_grad(set_to_none=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        meter.training_step(model, batch)()
+        torch.cuda.synchronize()
+    model.zero_grad(set_to_none=True)
+    found = profile.key_averages()
+    return sum(row.self_device_time_total for row in found) / 1e6, sum(row.count for row in found)
+
+
+def _kernels(row: Row) -> str:
+    """The kernels of a step, ours beside torch.compile's; "" in records that have none."""
+    ways = row.get("kernels", {}).items()
+    return ", ".join(f"{way}: {count} in {1e3 * seconds:.1f} ms" for way, (seconds, count) in ways)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from . import auto, by_hand, estimates, facts, fitted, memory, numbers, offload
+from . import auto, by_hand, estimates, facts, fitted, inductor, memory, numbers, offload
 from .part import Column, Row
 
 COLUMNS: dict[str, Sequence[Column]] = {
@@ -14,6 +14,7 @@ COLUMNS: dict[str, Sequence[Column]] = {
     "by_hand": by_hand.COLUMNS,
     "numbers": numbers.COLUMNS,
     "offload": offload.COLUMNS,
+    "inductor": inductor.COLUMNS,
     "auto": auto.COLUMNS,
     "estimates": estimates.COLUMNS,
     "fitted": fitted.COLUMNS,
