@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 from torch import fx
+from torch._functorch import (
+    config as functorch_config,  # enable_autograd_cache: as in torch 2.11, 2.13, 2.14
+)
 from torch._inductor.custom_graph_pass import (  # as in torch 2.11, 2.13 and 2.14
     CustomPartitionerFn,
     get_hash_for_files,
@@ -28,7 +31,17 @@ from fxremat.torch_private import storage_of
 
 BATCHED = {torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default}
 TRIES = 6  # maximum number of plans that `fit` tries
+NEAR = 0.93  # `fit` is content with a real peak of at least this fraction of the budget
 SAFE = 0.98  # each try of `fit` uses this fraction of the budget that the last peak suggests
+
+
+@dataclass
+class _Bounds:
+    """What the tries of `fit` have shown of the bytes to plan for; 0: not known."""
+
+    least: int = 0  # no plan of single ops takes less
+    fits: int = 0  # the most whose real peak fits
+    exceeds: int = 0  # the least whose real peak does not
 
 
 class InductorPartitioner(CustomPartitionerFn):
@@ -63,36 +76,76 @@ class InductorPartitioner(CustomPartitionerFn):
         self._partitioner = Partitioner(once, pipeline="for compilers")
 
     def fit(self, step: Callable[[], Any]) -> int:
-        """Run a training step by torch.compile, and plan for less memory until its real peak fits; return it in bytes.
+        """Run a training step by torch.compile, and plan until its real peak fits the budget; return it in bytes.
 
             within = InductorPartitioner("4GiB")
             with inductor_config.patch(custom_partitioner_fn=within):
                 compiled = torch.compile(model)
                 within.fit(lambda: compiled(x).backward())
 
-        Each try resets torch.compile and compiles again.
+        Where the real peak is larger than the budget, or no plan of single ops fits, which take more memory than what
+        Inductor fuses, plans are made for less or more; also for more where less than `NEAR` of the budget is used and
+        something is recomputed. Each of at most `TRIES` tries resets torch.compile and compiles again.
 
         Args:
             step: runs forward and backward of the compiled model; it accumulates into existing gradients.
 
         Raises:
-            BudgetTooSmall: the real peak does not fit after `TRIES` tries; or no program fits.
+            BudgetTooSmall: the real peak does not fit in any try.
             FxrematError: the step compiled no graph with a backward.
         """
-        wanted: int | None = None
+        tried: dict[int, int] = {}  # bytes that were planned for -> real peak
+        wanted, bounds = 0, _Bounds()
         for _ in range(TRIES):
-            torch.compiler.reset()
-            self.plans.clear()
-            step()  # compiles the model
-            if not self.plans:
-                raise FxrematError("the step compiled no graph with a backward: set custom_partitioner_fn, and train")
-            wanted = wanted or self.plans[0].budget
-            peak, _ = peak_of(step, device_of(self.plans[0].graph))
-            if peak <= wanted:
-                return peak
-            self._begin(replace(self._options, mem=int(self.plans[0].budget * wanted / peak * SAFE)))
-        assert wanted is not None
-        raise BudgetTooSmall(minimum=peak, budget=wanted)
+            try:
+                peak = self._compiled_peak(step)
+            except Exception as error:
+                if (short := _too_small(error)) is None:
+                    raise
+                wanted, bounds.least = wanted or short.budget, short.minimum
+                if short.minimum in tried:
+                    break
+                self._begin(replace(self._options, mem=short.minimum))
+                continue
+            planned = self.plans[0].budget
+            wanted, tried[planned] = wanted or planned, peak
+            if (following := self._following(planned, peak, wanted, bounds)) is None:
+                break
+            self._begin(replace(self._options, mem=following))
+        if not bounds.fits:
+            raise BudgetTooSmall(minimum=min(tried.values(), default=bounds.least), budget=wanted)
+        if not self.plans or self.plans[0].budget != bounds.fits:
+            self._begin(replace(self._options, mem=bounds.fits))
+            self._compiled_peak(step)
+        return tried[bounds.fits]
+
+    def _following(self, planned: int, peak: int, wanted: int, bounds: _Bounds) -> int | None:
+        """Return the bytes to plan for after a try, whose result is noted in the bounds; None: no better is expected.
+        """
+        following = int(planned * wanted / peak * SAFE)
+        if peak > wanted:
+            bounds.exceeds = min(bounds.exceeds or planned, planned)
+            if planned <= bounds.least:
+                return None
+            following = (bounds.fits + planned) // 2 if bounds.fits else max(following, bounds.least)
+        else:
+            bounds.fits = max(bounds.fits, planned)
+            if peak >= NEAR * wanted or not any(plan.program.recomputed for plan in self.plans):
+                return None
+            if bounds.exceeds:
+                following = min(following, (planned + bounds.exceeds) // 2)
+        return None if abs(following - planned) < (1 - NEAR) / 2 * planned else following
+
+    def _compiled_peak(self, step: Callable[[], Any]) -> int:
+        """Compile the model anew by running a step, and return the peak of another step in bytes."""
+        torch.compiler.reset()
+        self.plans.clear()
+        with functorch_config.patch(enable_autograd_cache=False):  # a cached graph is not partitioned: it has no plan
+            step()
+        if not self.plans:
+            raise FxrematError("the step compiled no graph with a backward: set custom_partitioner_fn, and train")
+        peak, _ = peak_of(step, device_of(self.plans[0].graph))
+        return peak
 
     def __getstate__(self) -> Options:
         """Return the options only, since Inductor pickles its configuration."""
@@ -123,6 +176,13 @@ class InductorPartitioner(CustomPartitionerFn):
             return None
         sources = sorted(str(file) for file in Path(__file__).parents[1].rglob("*.py"))
         return get_hash_for_files(tuple(sources), repr(self._options))
+
+
+def _too_small(error: BaseException | None) -> BudgetTooSmall | None:
+    """Return the `BudgetTooSmall` that torch.compile has wrapped into its own error; None if there is none."""
+    while error is not None and not isinstance(error, BudgetTooSmall):
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return error
 
 
 def fix_operands(backward: fx.GraphModule) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxremat
 from benchmarks import meter
+from benchmarks.capture import joint_graph as joint_of
+from fxremat.compilers import inductor
 from fxremat.errors import FxrematError
 from fxremat.passes import InductorPartitioner
 from fxremat.torch_private import torch_release
@@ -82,6 +85,48 @@ def test_the_real_peak_is_made_to_fit() -> None:
         assert meter.peak_bytes(step) <= peak * 1.01
         with pytest.raises(FxrematError, match="compiled no graph"):
             within.fit(lambda: None)
+
+
+class Words(nn.Module):
+    """A loss over many words: single ops hold the logits three times, Inductor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(4096, 16), nn.Linear(16, 4096, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.embedding(tokens).tanh().tanh())
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("share", [0.8, 0.2])
+def test_budgets_below_what_single_ops_take_are_tried(share: float) -> None:
+    model, tokens = Words(), torch.randint(4096, (4, 64))
+    least = fxremat.capture(joint_of(model, tokens)[0], num_fwd_outputs=1).least()
+    within = InductorPartitioner(int(share * least))
+    with inductor_config.patch(custom_partitioner_fn=within):
+        compiled = torch.compile(model, dynamic=False)
+
+        def step() -> None:
+            model.zero_grad(set_to_none=True)
+            compiled(tokens).backward()
+
+        if share < 0.5:
+            with pytest.raises(fxremat.BudgetTooSmall, match="no schedule fits in"):
+                within.fit(step)
+            return
+        assert within.fit(step) <= share * least
+        assert meter.peak_bytes(step) <= share * least
+
+
+def test_a_plan_for_more_is_made_where_bytes_are_left() -> None:
+    within, bounds = InductorPartitioner("1GiB"), inductor._Bounds()
+    recomputing = SimpleNamespace(program=SimpleNamespace(recomputed=3))
+    within.plans.append(recomputing)  # type: ignore[arg-type]
+    assert within._following(100, 50, 100, bounds) == 196
+    assert within._following(196, 110, 100, bounds) == 148
+    assert within._following(148, 99, 100, bounds) is None
+    assert (bounds.fits, bounds.exceeds) == (148, 196)
 
 
 def test_the_key_of_the_cache_says_what_plans_depend_on() -> None:
