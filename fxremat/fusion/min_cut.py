@@ -3,10 +3,17 @@
 Inductor computes pointwise ops, reductions and normalizations inside of the kernels that read their results, so that
 recomputing them costs memory traffic only, and saves it where the recomputed value is larger than what it is computed
 from. The values to keep are a minimum cut of the forward's data flow: every path from what cannot be recomputed to what
-the backward reads has one, and together they cost the least traffic. A kept value that nothing but fused code reads
-would not be written otherwise, so it costs twice its bytes. That is the formulation of torch's
-`min_cut_rematerialization_partition`, on the ops before Inductor decomposes them; the longer the way from a value to
-the backward, the more it costs (`FARTHER`), since more is recomputed from it.
+the backward reads has one, and together they cost the least traffic. A kept value that the forward would not write
+otherwise costs twice its bytes. The longer the way from a value to the backward, the more it costs (`FARTHER`), since
+more is recomputed from it. Not recomputed is
+
+    what a backward op reads that is not fused, such as a matrix product: it would be written once more
+    what the forward writes for ops behind such an op, such as the sums of residual branches: it would be computed again
+        for several kernels of the backward
+    a dropout mask, whose random numbers Inductor writes to memory
+
+That is the formulation of torch's `min_cut_rematerialization_partition` with rules to the same ends, on the ops before
+Inductor decomposes them.
 """
 
 from __future__ import annotations
@@ -42,12 +49,13 @@ def least_traffic(graph: Captured, known: Order, once: Set[int] = frozenset()) -
         once: ops that must not be recomputed.
     """
     fusible = {op.index for op in graph.ops if op.writes and is_pointwise(graph.nodes[op.index])}
-    written = {value for op in graph.backward_ops if op.index not in fusible for value in op.reads}
+    read_apart = {value for op in graph.backward_ops if op.index not in fusible for value in op.reads}
+    read_apart |= _read_in_later_stages(graph, fusible)
     again = {
         op.index
         for op in graph.forward_ops
         if op.index in fusible - once and not op.random and graph.nodes[op.index].target not in ALWAYS_COMPILED
-        if written.isdisjoint(op.writes)
+        if read_apart.isdisjoint(op.writes)
     }
     kept = _Cut(graph, fusible, again).kept()
     blocks = dict(reversed([*zip(known.ops, known.blocks, strict=True)]))  # of the first execution of each op
@@ -60,6 +68,20 @@ def least_traffic(graph: Captured, known: Order, once: Set[int] = frozenset()) -
         blocks=(*(blocks[op] for op in forward), *(blocks[reader] for _, reader in backward)),
         split=len(forward),
     )
+
+
+def _read_in_later_stages(graph: Captured, fusible: Set[int]) -> set[int]:
+    """Return the values that forward ops read which also depend on later ops that are not fused.
+
+    The stage of a value is the largest number of ops that are not fused on a way to it.
+    """
+    stage: dict[int, int] = {}
+    found = set[int]()
+    for op in graph.forward_ops:
+        now = max((stage.get(value, 0) for value in op.reads), default=0)
+        found |= {value for value in op.reads if value in stage and stage[value] < now}
+        stage |= dict.fromkeys(op.writes, now + (op.index not in fusible))
+    return found
 
 
 def _with_recomputations(graph: Captured, backward: list[int], kept: Set[int]) -> Iterator[tuple[int, int]]:
@@ -141,7 +163,7 @@ class _Cut:
         for each in graph.values:
             index = each.index
             if each.origin is Origin.FORWARD or (each.origin is Origin.PRIMAL and index in readers):
-                inside = each.producer in self.fusible and index not in graph.output_values
+                inside = each.producer in self.again and index not in graph.output_values
                 fused = inside and all(op.index in self.fusible for op in readers.get(index, ()))
                 times = 2 if fused else 1
                 found[index] = times * max(1, each.bytes) * FARTHER ** min(away.get(index, 0), FARTHEST)
