@@ -55,8 +55,9 @@ def compile_region(
     into pointwise code, `compile_fx_inner` makes kernels. `user_visible_output_idxs` fixes the strides of what is
     returned; `bw_donated_idxs` of the tracing context, which is read with `is_backward`, names inputs that kernels may
     overwrite. Those passes drop ops without effect, such as adding zeros, and an output may then be an input, or
-    another output: it is copied. The key of the cache of compiled graphs contains neither donation nor the number of
-    threads that kernels are made for; it contains the names of the inputs, which are chosen to include both.
+    another output: it is copied. So is a product that they have padded, whose rows are then longer than its readers
+    expect. The key of the cache of compiled graphs contains neither donation nor the number of threads that kernels
+    are made for; it contains the names of the inputs, which are chosen to include both.
 
     Args:
         given: tensors, which may be fake, with the shapes and strides of the inputs.
@@ -70,8 +71,8 @@ def compile_region(
 
     link_in_any_folder()
     with _my_turn(), real_tensors(), torch.no_grad(), inductor_config.patch({**settings, **ALWAYS}):
-        graph, fakes, mode = _decomposed(module, given, decompositions)
-        _copy_outputs_that_share(graph)
+        graph, fakes, mode, strides = _decomposed(module, given, decompositions)
+        _copy_outputs(graph, strides)
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         for place, node in enumerate(placeholders):
             kind = "donated" if place in donated else "given"
@@ -179,20 +180,27 @@ def link_in_any_folder() -> None:
     BuildOptionsBase.get_libraries_dirs = quoted  # type: ignore[method-assign, assignment]
 
 
-def _copy_outputs_that_share(graph: fx.GraphModule) -> None:
-    """Clone each output of a graph that shares its storage with an input or an earlier output."""
+def _copy_outputs(graph: fx.GraphModule, strides: Sequence[tuple[int, ...] | None]) -> None:
+    """Clone each output of a graph that shares its storage with an input or an earlier output, or has other strides.
+
+    Args:
+        strides: those that the outputs should have; a clone gets them where they are contiguous.
+    """
     output: Any = graph.graph.output_node()
     taken = {storage_of(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder")}
     returned: list[Any] = []
-    for node in output.args[0]:
-        if isinstance(node, fx.Node) and (storage := storage_of(node.meta["val"])) in taken:
-            with graph.graph.inserting_before(output):
-                copy = graph.graph.call_function(torch.ops.aten.clone.default, (node,))
-            shown = node.meta["val"]
-            with shown.fake_mode:
-                copy.meta["val"] = shown.new_empty_strided(shown.shape, shown.stride())
-            node, storage = copy, storage_of(copy.meta["val"])
+    for node, wanted in zip(output.args[0], strides, strict=True):
         if isinstance(node, fx.Node):
+            shown, storage = node.meta["val"], storage_of(node.meta["val"])
+            dense = torch.empty(shown.shape, device="meta").stride()
+            padded = wanted != shown.stride() and wanted == dense
+            if storage in taken or padded:
+                with graph.graph.inserting_before(output):
+                    how: Any = {"memory_format": torch.contiguous_format} if padded else {}
+                    copy = graph.graph.call_function(torch.ops.aten.clone.default, (node,), how)
+                with shown.fake_mode:
+                    copy.meta["val"] = shown.new_empty_strided(shown.shape, dense if padded else shown.stride())
+                node, storage = copy, storage_of(copy.meta["val"])
             taken.add(storage)
         returned.append(node)
     output.args = (tuple(returned),)
@@ -202,10 +210,11 @@ def _decomposed(
     module: fx.GraphModule,
     given: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
-) -> tuple[fx.GraphModule, list[torch.Tensor], Any]:
+) -> tuple[fx.GraphModule, list[torch.Tensor], Any, list[tuple[int, ...] | None]]:
     """Decompose a graph into the ops that Inductor lowers.
 
-    Return it, fake inputs with the layout of `given`, and their mode.
+    Return it, fake inputs with the layout of `given`, their mode, and the strides of its outputs before Inductor's
+    passes, which may pad matrix products.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -222,11 +231,13 @@ def _decomposed(
             lambda *inputs: module(*inputs), decomposition_table=table, tracing_mode="real"
         )(*fakes)
     graph.graph.eliminate_dead_code()
+    output: Any = graph.graph.output_node()
+    strides = [node.meta["val"].stride() if isinstance(node, fx.Node) else None for node in output.args[0]]
     context = torch._guards.TracingContext(mode)
     with V.set_fake_mode(mode), torch._guards.tracing(context):
         joint_graph_passes(graph)
     graph.recompile()
-    return graph, fakes, mode
+    return graph, fakes, mode, strides
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:

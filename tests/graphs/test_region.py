@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
+from torch._inductor.fx_passes import joint_graph
 
 from fxremat.errors import FxrematError
 from fxremat.graphs import region as regions
@@ -227,6 +228,34 @@ def test_every_output_has_a_storage_of_its_own() -> None:
     assert len({tensor.untyped_storage().data_ptr() for tensor in (x, *results)}) == 4
     for found, wanted in zip(results, (x.sin(), x.sin(), x), strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+def test_a_padded_product_is_returned_as_its_readers_expect_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = joint_graph.joint_graph_passes
+
+    def padding(graph: fx.GraphModule) -> Any:
+        """Pad a product to 8 columns, as Inductor does on CUDA where that is faster."""
+        (product,) = graph.graph.find_nodes(op="call_function", target=aten.mm.default)
+        left, right = product.args
+        with graph.graph.inserting_before(product), product.meta["val"].fake_mode:
+            wide = graph.graph.call_function(aten.constant_pad_nd.default, (right, [0, 1]))
+            wide.meta["val"] = torch.empty(4, 8)
+            made = graph.graph.call_function(aten.mm.default, (left, wide))
+            made.meta["val"] = torch.empty(5, 8)
+            cut = graph.graph.call_function(aten.slice.Tensor, (made, 1, 0, -1))
+            cut.meta["val"] = made.meta["val"][:, :-1]
+        product.replace_all_uses_with(cut)
+        graph.graph.erase_node(product)
+        return passes(graph)
+
+    monkeypatch.setattr(joint_graph, "joint_graph_passes", padding)
+    x, w = torch.rand(5, 4), torch.rand(4, 7)
+    region = region_of(lambda x, w: (aten.mm.default(x, w),), x, w)
+    (product,) = region(x, w)
+    assert product.stride() == (7, 1)
+    assert product.untyped_storage().nbytes() == product.nbytes
+    torch.testing.assert_close(product, x @ w)
+    assert not region.given_up
 
 
 def test_single_elements_have_any_stride() -> None:
