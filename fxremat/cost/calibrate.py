@@ -145,8 +145,8 @@ def costs_of_phases(program: Program, inputs: Sequence[Any] = ()) -> Costs:
 
     Running the steps takes no more memory than training does, whereas measuring a region by itself takes copies of all
     inputs that it frees. The regions get the seconds that are left of their phase's, and the workspaces with which
-    `live_bytes` returns the measured peaks. If the program was measured before, these are read from the cache. Where
-    it cannot run, the regions get workspaces that fit no budget.
+    `live_bytes` returns the measured peaks, and what autograd allocates beside the graphs. If the program was measured
+    before, these are read from the cache. Where it cannot run, the regions get workspaces that fit no budget.
     """
     joint = captured_of(program.layout.graph)
     costs = known_costs(joint, fresh=fresh_as_known(joint))
@@ -161,7 +161,8 @@ def costs_of_phases(program: Program, inputs: Sequence[Any] = ()) -> Costs:
         phase = program.steps[program.split :] if late else program.steps[: program.split]
         others = costs.time_of(one.op for one in phase if one.op is not None)
         seconds[step.op] = max(0.0, took[late] - others)
-        workspace[step.op] += int(peaks[late]) - during[position]
+        beside = workspace[step.op] + (costs.sizes.root if late else 0)  # of autograd: copies of gradients, and a loss
+        workspace[step.op] += int(peaks[late]) + beside - during[position]
     return replace(costs, seconds=tuple(seconds), sizes=replace(costs.sizes, workspace=tuple(workspace)))
 
 
@@ -175,7 +176,7 @@ def _phases(program: Program, costs: Costs, inputs: Sequence[Any]) -> list[float
     def run() -> list[float]:
         primals, tangents = made.arguments()
         before = peak_of(partial(made.forward, list(primals)), made.device)[0]
-        peak = peak_of(partial(made.step, primals, tangents), made.device)[0]
+        peak = peak_of(partial(made.step, primals), made.device)[0]
         forward = min(made.forward_seconds(primals) for _ in range(RUNS))
         whole = min(made.seconds(primals, tangents) for _ in range(RUNS))
         return [forward, max(whole - forward, TICK), float(before), float(peak)]
@@ -263,12 +264,17 @@ class _Made:
         ]
         return primals, [value_like(node) for node in joint.tangent_nodes]
 
-    def step(self, primals: Sequence[Any], tangents: Sequence[Any]) -> None:
-        """Run forward and backward; hold the outputs in between as a caller does, but not new values of buffers."""
+    def step(self, primals: Sequence[Any], tangents: Sequence[Any] | None = None) -> None:
+        """Run forward and backward; hold the outputs in between as a caller does, but not new values of buffers.
+
+        Args:
+            tangents: the incoming gradients; None: they are made up between the two, so that they are part of the peak.
+        """
         joint = self.joint
         results = list(self.forward(list(primals)))
         returned = joint.forward_outputs
-        arguments = [*results[len(returned) :], *tangents]
+        arguments = results[len(returned) :]
+        arguments += map(value_like, joint.tangent_nodes) if tangents is None else tangents
         held = [
             result
             for node, result in zip(returned, results, strict=False)

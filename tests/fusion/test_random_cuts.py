@@ -23,7 +23,7 @@ from fxremat.settings import Inductor
 from fxremat.step.liveness import Sizes
 from fxremat.step.program import Program
 from fxremat.torch_private import boxed
-from tests.dags import Recipe, few, recipes, small_recipes
+from tests.dags import Layer, Recipe, few, recipes, small_recipes
 from tests.test_random_models import QUICK, check
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -114,6 +114,11 @@ def check_whole(recipe: Recipe, share: int, **options: Any) -> None:
 @given(small_recipes, st.integers(0, 100), st.booleans(), st.booleans())
 def test_whole_graphs_of_random_models_small(recipe: Recipe, share: int, trained: bool, twice: bool) -> None:
     check_whole(recipe, share, trained=trained, twice=twice, search=QUICK)
+
+
+def test_gradients_of_outputs_without_one_count_beside_whole_graphs() -> None:
+    shared = Recipe((Layer("batch_norm", 3, 9), Layer("batch_norm", 0, 9)), 1, False, True)
+    check_whole(shared, 32, search=QUICK)
 
 
 @pytest.mark.long
