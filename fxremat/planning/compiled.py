@@ -233,10 +233,10 @@ class _Search:
         """
         if not compiles_whole_graphs(self._plan.graph, self._options) or self._plan.link is not None:
             return []
-        keep_all, recomputing = self._plan.alternatives.keep_all, self._fastest_whole()
-        if recomputing is None or keep_all.layout.graph is not self._plan.graph or keep_all.peak > self._budget:
-            return [recomputing] if recomputing else []
-        return [one for one in (recomputing, self._judged_whole(keep_all)) if one.peak <= self._budget]
+        found, keep_all = [self._fastest_whole()], self._plan.alternatives.keep_all
+        if keep_all.layout.graph is self._plan.graph and keep_all.peak <= self._budget:
+            found.append(self._judged_whole(keep_all))
+        return [one for one in found if one is not None and one.peak <= self._budget]
 
     def _fastest_whole(self) -> Judged | None:
         """Return the fastest program that recomputes and fits, with forward and backward compiled whole; None if none.
