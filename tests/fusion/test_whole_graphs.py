@@ -14,6 +14,7 @@ import fxremat
 from benchmarks.meter import peak_bytes, training_step
 from fxremat.cost import calibrate
 from fxremat.errors import FxrematError
+from fxremat.graphs import region
 from fxremat.planning import compiled
 from fxremat.settings import Inductor
 from tests.fusion.test_compiled import batch, gradients, largest_error, model_of
@@ -81,6 +82,29 @@ def test_whole_graphs_fit_where_single_ops_do_not() -> None:
     assert measured(model, call, given) == pytest.approx(call.plan.predicted_peak, rel=1e-3)
     with pytest.raises(fxremat.BudgetTooSmall, match=f"least that does is {raised.value.minimum}"):
         fxremat.compile(Words(), mem=budget // 2, backend=WHOLE, example_inputs=given)
+
+
+@pytest.mark.usefixtures("whole_graphs_win")
+def test_what_kernels_take_while_they_are_tuned_is_not_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_region = region.compile_region
+
+    def tuned_at_first(*args: Any) -> Any:
+        run, runs = compile_region(*args), []
+
+        def call(inputs: list[Any]) -> Any:
+            if not runs:
+                runs.append(torch.empty(1 << 22).sum())
+            return run(inputs)
+
+        return call
+
+    monkeypatch.setattr(region, "compile_region", tuned_at_first)
+    model, given = Words(), tokens()
+    backend = Inductor(random="inductor", whole_graphs=True, config={"debug": False})  # kernels of its own
+    call: Any = fxremat.compile(model, mem="100%", backend=backend, example_inputs=given)
+    region.forget_kernels()
+    assert call.plan.compiled.regions == 2
+    assert measured(model, call, given) == pytest.approx(call.plan.predicted_peak, rel=1e-3)
 
 
 @pytest.mark.usefixtures("whole_graphs_win")
