@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ from fxremat.settings import Inductor
 from fxremat.step.liveness import Sizes
 from fxremat.step.program import Program
 from fxremat.torch_private import boxed
+from tests import test_random_models
 from tests.dags import Layer, Recipe, few, recipes, small_recipes
 from tests.test_random_models import QUICK, check
 
@@ -103,8 +105,15 @@ def test_cuts_of_random_models_small(recipe: Recipe, share: int, blocks: bool, t
     check_cut(cut, recipe, share, trained=trained, search=QUICK)
 
 
+def close(mine: Any, its: Any) -> bool:
+    """Tell whether numbers differ by no more than rounding."""
+    return mine.shape == its.shape and torch.allclose(mine.double(), its.double(), rtol=1e-4, atol=1e-5)
+
+
 def check_whole(recipe: Recipe, share: int, **options: Any) -> None:
+    """Check a model with its phases compiled whole; sums over tensors that lie otherwise add in another order."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_random_models, "same", close)
         patch.setattr(compiled, "CUTS", ())
         patch.setattr(compiled._Search, "_seconds", lambda _, __, single: [1e9] * len(single))
         check(recipe, share, backend=Inductor(random="eager", whole_graphs=True, config=SETTINGS), **options)
@@ -122,7 +131,7 @@ def test_gradients_of_outputs_without_one_count_beside_whole_graphs() -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(recipes, st.integers(0, 100), st.booleans(), st.booleans())
 def test_whole_graphs_of_random_models(recipe: Recipe, share: int, trained: bool, twice: bool) -> None:
     check_whole(recipe, share, trained=trained, twice=twice)
