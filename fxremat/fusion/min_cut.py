@@ -88,19 +88,17 @@ def _with_recomputations(graph: Captured, backward: list[int], kept: Set[int]) -
     """Yield the ops of the backward, each after the recomputations that it needs, with the op that they run for."""
     made = {value.index for value in graph.values if value.origin is not Origin.FORWARD} | kept
 
-    def needed(values: tuple[int, ...]) -> Iterator[int]:
-        for value in values:
+    for index in backward:
+        needed, again = [*graph.ops[index].reads], set[int]()
+        while needed:
+            value = needed.pop()
             if value not in made:
                 producer = graph.values[value].producer
                 assert producer is not None
-                op = graph.ops[producer]
-                yield from needed(op.again_reads)
-                made.update(op.again_writes)
-                yield producer
-
-    for index in backward:
-        for op in needed(graph.ops[index].reads):
-            yield op, index
+                again.add(producer)
+                made.update(graph.ops[producer].again_writes)
+                needed += graph.ops[producer].again_reads
+        yield from ((op, index) for op in sorted(again))  # as captured: each behind what it reads
         yield index, index
 
 

@@ -83,3 +83,17 @@ def test_what_must_not_run_again_does_not() -> None:
     graph = capture(Layers(), torch.randn(64, 32))
     silu = frozenset(op.index for op in graph.forward_ops if "silu" in op.target)
     assert "silu" not in recomputed(order_of(graph, silu)[1])
+
+
+class Chain(nn.Module):
+    """More ops in a row, all fused, than Python nests calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1100):
+            x = x.sin()
+        return x.sum()
+
+
+@pytest.mark.long
+def test_chains_of_any_length_are_recomputed() -> None:
+    assert recomputed(order_of(capture(Chain(), torch.randn(8, requires_grad=True)))[1])
