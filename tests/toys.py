@@ -45,6 +45,21 @@ class Loss(nn.Module):
         return scalar(self.inner(*args, **kwargs))
 
 
+class Words(nn.Module):
+    """A loss over many words, which dominates memory: single ops hold the logits three times, Inductor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(4096, 16), nn.Linear(16, 4096, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.embedding(tokens).tanh()).flatten(0, 1), tokens.flatten())
+
+
+def tokens() -> tuple[Tensor]:
+    return (torch.randint(4096, (4, 64), generator=torch.Generator().manual_seed(1)),)
+
+
 def rows(n: int = ROWS, seed: int = 0) -> Tensor:
     return torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(seed))
 

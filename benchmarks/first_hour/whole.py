@@ -6,7 +6,7 @@ Budgets are percents of what `torch.compile` allocates. Torch's way is its best 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -60,7 +60,7 @@ def _stock_bytes(name: str, size: GpuSize) -> int:
 
 def _stock(name: str, size: GpuSize) -> Row:
     plain, batch = made(name, size)
-    return _row(plain, batch, partial(torch.compile, dynamic=False), "as torch.compile cuts", _stock_bytes(name, size))
+    return {**_compiled(plain, batch, _stock_bytes(name, size)), "how": "as torch.compile cuts"}
 
 
 def _ratios(name: str, size: GpuSize) -> Row:
@@ -70,7 +70,7 @@ def _ratios(name: str, size: GpuSize) -> Row:
     row: Row = {}
     for ratio in RATIOS:
         with functorch.patch(activation_memory_budget=ratio):
-            row = _row(plain, batch, partial(torch.compile, dynamic=False), "", _stock_bytes(name, size))
+            row = _compiled(plain, batch, _stock_bytes(name, size))
         texts.append(f"{ratio}: {row['allocated'] / MB:.1f} MB in {1e3 * row['seconds']:.1f} ms")
         clean()
     return {**row, "how": "; ".join(texts)}
@@ -80,13 +80,9 @@ def _fitted(name: str, size: GpuSize, share: int) -> Row:
     plain, batch = made(name, size)
     budget = _stock_bytes(name, size) * share // 100
     within = InductorPartitioner(budget)
-
-    def compiled(model: nn.Module) -> Any:
-        return torch.compile(model, dynamic=False)
-
     with inductor.patch(custom_partitioner_fn=within):
         model, _ = made(name, size)
-        ours = compiled(model)
+        ours: Any = torch.compile(model, dynamic=False)
         began = time.perf_counter()
 
         def step() -> None:
@@ -101,13 +97,13 @@ def _fitted(name: str, size: GpuSize, share: int) -> Row:
     return {**row, "compiling": compiling, "how": how}
 
 
-def _row(plain: nn.Module, batch: Batch, compiling: Callable[[nn.Module], Any], how: str, budget: int) -> Row:
+def _compiled(plain: nn.Module, batch: Batch, budget: int) -> Row:
     began = time.perf_counter()
-    ours = compiling(plain)
+    ours: Any = torch.compile(plain, dynamic=False)
     ours(*batch).backward()
     torch.cuda.synchronize()
     taken = time.perf_counter() - began
-    return {**_measured(plain, ours, batch, budget), "compiling": taken, "how": how}
+    return {**_measured(plain, ours, batch, budget), "compiling": taken}
 
 
 def _measured(plain: nn.Module, ours: Any, batch: Batch, budget: int) -> Row:

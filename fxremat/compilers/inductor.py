@@ -37,7 +37,7 @@ SAFE = 0.98  # each try of `fit` uses this fraction of the budget that the last 
 
 @dataclass
 class _Bounds:
-    """What the tries of `fit` have shown of the bytes to plan for; 0: not known."""
+    """Bounds, from the tries of `fit` so far, on the bytes to plan for; 0: not known."""
 
     least: int = 0  # no plan of single ops takes less
     fits: int = 0  # the most whose real peak fits

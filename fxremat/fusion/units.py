@@ -77,29 +77,26 @@ def by_phase(program: Program) -> Units:
 def _around_single_steps(program: Program, phase: Iterable[int], may: Set[int]) -> list[list[int]]:
     """Group steps around those whose ops are not in `may`, which stay in their order, each in a group of its own."""
     groups: list[list[int]] = []
-    regions: list[list[int]] = []  # those of the groups that are compiled
+    region: list[int] | None = None  # the last group that is compiled
+    late: list[list[int]] = []  # the groups behind it
     writer: dict[int, list[int]] = {}  # version -> the group that computes it
     for position in phase:
         step = program.steps[position]
         read = [writer[version] for version in step.reads if version in writer]
         if step.op is None or step.op not in may:
             group = [position]
-            is_last = bool(regions) and groups[-1] is regions[-1]
-            before = is_last and all(one is not groups[-1] for one in read)
+            before = region is not None and not late and all(one is not region for one in read)
             groups.insert(len(groups) - before, group)
+            if not before:
+                late.append(group)
         else:
-            behind = groups[_place(groups, regions[-1]) + 1 :] if regions else groups
-            if not regions or any(one is late for one in read for late in behind):
-                regions.append([])
-                groups.append(regions[-1])
-            group = regions[-1]
+            if region is None or any(one is other for one in read for other in late):
+                region, late = [], []
+                groups.append(region)
+            group = region
             group.append(position)
         writer |= dict.fromkeys(step.writes, group)
     return groups
-
-
-def _place(groups: Sequence[list[int]], group: list[int]) -> int:
-    return next(place for place in reversed(range(len(groups))) if groups[place] is group)
 
 
 def _unit(program: Program, steps: tuple[int, ...], may: Set[int]) -> Unit:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from torch import Tensor, nn
+from torch import Tensor
 
 import fxremat
 from benchmarks import meter
@@ -20,6 +20,7 @@ from fxremat.errors import FxrematError
 from fxremat.passes import InductorPartitioner
 from fxremat.torch_private import torch_release
 from tests.compilers.models import NAMES, Case, case, joint_graph
+from tests.toys import Words, tokens
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -87,29 +88,17 @@ def test_the_real_peak_is_made_to_fit() -> None:
             within.fit(lambda: None)
 
 
-class Words(nn.Module):
-    """A loss over many words: single ops hold the logits three times, Inductor twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(4096, 16), nn.Linear(16, 4096, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.embedding(tokens).tanh().tanh())
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
 @pytest.mark.parametrize("share", [0.8, 0.2])
 def test_budgets_below_what_single_ops_take_are_tried(share: float) -> None:
-    model, tokens = Words(), torch.randint(4096, (4, 64))
-    least = fxremat.capture(joint_of(model, tokens)[0], num_fwd_outputs=1).least()
+    model, given = Words(), tokens()
+    least = fxremat.capture(joint_of(model, *given)[0], num_fwd_outputs=1).least()
     within = InductorPartitioner(int(share * least))
     with inductor_config.patch(custom_partitioner_fn=within):
         compiled = torch.compile(model, dynamic=False)
 
         def step() -> None:
             model.zero_grad(set_to_none=True)
-            compiled(tokens).backward()
+            compiled(*given).backward()
 
         if share < 0.5:
             with pytest.raises(fxremat.BudgetTooSmall, match="no schedule fits in"):

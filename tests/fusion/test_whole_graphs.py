@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import fxremat
 from benchmarks.meter import peak_bytes, training_step
@@ -18,24 +17,10 @@ from fxremat.graphs import region
 from fxremat.planning import compiled
 from fxremat.settings import Inductor
 from tests.fusion.test_compiled import batch, gradients, largest_error, model_of
+from tests.toys import Words, tokens
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 WHOLE = Inductor(random="inductor", whole_graphs=True)
-
-
-class Words(nn.Module):
-    """A loss over many words, which dominates memory: single ops hold the logits three times, Inductor twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(4096, 16), nn.Linear(16, 4096, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.embedding(tokens).tanh()).flatten(0, 1), tokens.flatten())
-
-
-def tokens() -> tuple[Tensor]:
-    return (torch.randint(4096, (4, 64), generator=torch.Generator().manual_seed(1)),)
 
 
 @pytest.fixture
