@@ -296,8 +296,8 @@ class Options:
             return "a saved plan"
         if self.hosts_weights:
             return "offload=Offload(weights=True)"
-        if self.host:
-            return "offload"
+        if self.offloads_by_chain:
+            return f"offload with solver={self.solver!r}"
         if self.compiles and self.backend is not None:
             return 'backend="inductor"'
         if self.slicing:
@@ -353,8 +353,13 @@ class Options:
         return expected[dimension][1]
 
     def without_choice(self) -> Options:
-        """Return a copy with only those means that the user has named, for models that are several graphs."""
-        return replace(self, exact=None, backend=self.backend or "eager") if self.chooses else self
+        """Return a copy for models that are several graphs: with the means that the user has named, and offloading if
+        the planner may choose it.
+        """
+        if not self.chooses:
+            return self
+        offload = True if self.may_offload else self.offload
+        return replace(self, exact=None, offload=offload, backend=self.backend or "eager")
 
     def with_weights_on_host(
         self, tried: tuple[Means, ...], parameters: Iterable[torch.Tensor]

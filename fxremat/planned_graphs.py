@@ -150,6 +150,11 @@ class PlannedGraphs:
         """Seconds of all graph calls without any recomputation."""
         return sum(call.fastest for call in self.calls)
 
+    @property
+    def hosted(self) -> int:
+        """Bytes of saved values that wait on the host when the forward has ended."""
+        return sum(call.program.hosted for call in self.calls)
+
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
         """The step from its first call to the backward of that call; the largest peak is `predicted_peak`."""
@@ -218,6 +223,10 @@ class PlannedGraphs:
         yield "predicted time", f"{format_seconds(self.predicted_time)} in graphs, {slower:.3f}x of keeping everything"
         yield "least budget", format_bytes(self.minimum)
         yield "between graphs", f"{before} at most when a call begins: inputs, outputs, and ops that stay Python"
+        if self.hosted:
+            copying = sum(1 for call in self.calls if call.program.hosted)
+            calls = f"{copying} {'call' if copying == 1 else 'calls'}"
+            yield "offloads", f"{format_bytes(self.hosted)} of what {calls} saved wait on the host"
         for function in self.python[:_FUNCTIONS]:
             yield "stays Python", f"{function}: only what it calls is planned"
         if len(self.paths) > 1:

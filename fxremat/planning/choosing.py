@@ -176,7 +176,7 @@ def _plan_with_offloading(survey: Survey, options: Options) -> Plan:
     frontier, costs = survey.frontier, survey.costs
     graph, limit = survey.step.graph, survey.limit
     tier = options.tier or default_tier(device_of(graph))
-    link = _link(tier, graph, options)
+    link = link_to(tier, graph, options)
     if options.offloads_by_chain:
         offloaded = with_schedules(frontier, costs, link, options.solver, options.search.slots, options.host_limit)
     else:
@@ -227,7 +227,7 @@ def _plan_with_weights(survey: Survey, trained: TrainedParameters, options: Opti
     return plan_of(best.candidate, frontier, costs, limit.bytes, options, tier=tier, link=link, weights=weights)
 
 
-def _link(tier: HostTier, graph: Captured, options: Options) -> Link:
+def link_to(tier: HostTier, graph: Captured, options: Options) -> Link:
     """Return the speeds of copies to the host and back: measured, or the device description's if costs are estimated.
     """
     if options.measures:

@@ -27,16 +27,22 @@ from fxremat.budget import has_shrunk
 from fxremat.errors import BudgetTooSmall
 from fxremat.graphs.accounting import copied_gradients, device_of, held_beside_copies, largest_tensor
 from fxremat.graphs.captured import Captured
+from fxremat.host.default import default_tier
+from fxremat.host.tier import HostTier
 from fxremat.options import Options
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.planned_graphs import KnownPath
+from fxremat.planning.choosing import link_to
 from fxremat.planning.limits import Limit, limit_of_paths
+from fxremat.planning.wishes import staying
 from fxremat.search import paths
 from fxremat.search.call_programs import CallProgram, call_programs, kept_outputs, least_of, moved
+from fxremat.search.candidate import Frontier
 from fxremat.search.floor import op_at
 from fxremat.search.paths import Node
-from fxremat.step.costs import Costs
+from fxremat.step.costs import Costs, Link
 from fxremat.step.liveness import live_bytes
+from fxremat.transfers.offloading import with_offloading
 from fxremat.units import Auto, Least, Percent, format_bytes
 
 log = logging.getLogger(__name__)
@@ -68,6 +74,11 @@ class SizedPrograms:
     inputs: Mapping[int, int]  # bytes of each input, by value
     largest: int  # bytes of the largest tensor that the graph's ops allocate
     layouts: Sequence[tuple[int, ...]]  # strides that the gradients of the graph's outputs had when it was traced
+
+    @property
+    def run_again(self) -> Sequence[CallProgram]:
+        """The programs for a call that runs again just before its backward: those that copy nothing to the host."""
+        return [program for program in self.programs if not program.on_host]
 
     @classmethod
     def of(cls, graph: Captured, costs: Costs, programs: Sequence[CallProgram]) -> SizedPrograms:
@@ -102,21 +113,50 @@ def _apart(graph: Captured, costs: Costs) -> tuple[Costs, Sequence[int]]:
 
 def _largest_op(graph: Graph, program: CallProgram, phase: str) -> str:
     """Return the op at which the "forward" or "backward" of a program needs most, at the sizes of its capture."""
-    steps = program.order.program()
+    steps = program.program
     during = live_bytes(steps, replace(graph.costs.sizes, outside=0, root=0)).during
     places = range(steps.split) if phase == "forward" else range(steps.split, len(during))
     return op_at(steps, max(places, key=during.__getitem__)) if places else "nothing"
 
 
-def programs_of(graph: Captured, costs: Costs, options: Options) -> Sequence[CallProgram]:
+@dataclass(frozen=True)
+class _Host:
+    """The host, as a place to which the programs of one graph may copy values."""
+
+    link: Link
+    limit: int | None  # bytes that may be there at a time; None: no limit
+    staying: frozenset[int]  # values that are not copied there
+
+    @classmethod
+    def of(cls, graph: Captured, tier: HostTier | None, options: Options) -> _Host | None:
+        if tier is None:
+            return None
+        return cls(link_to(tier, graph, options), options.host_limit, staying(graph, options.kept))
+
+    def extended(self, frontier: Frontier, costs: Costs) -> Frontier:
+        return with_offloading(frontier, replace(costs, staying=self.staying), self.link, self.limit)
+
+
+def tier_of(options: Options, device: torch.device) -> HostTier | None:
+    """Return the storage on the host to which graphs may copy activations; None: they may not."""
+    return (options.tier or default_tier(device)) if options.offloads else None
+
+
+def programs_of(
+    graph: Captured, costs: Costs, options: Options, tier: HostTier | None = None
+) -> Sequence[CallProgram]:
     """Return the programs of a graph, fastest first, from a cache if an equal graph had the same costs.
 
     `SizedPrograms.of` adapts their byte counts to the graph's sizes.
+
+    Args:
+        tier: the storage on the host to which programs may copy activations; None: they may not.
     """
     costs, _ = _apart(graph, costs)
-    key = graph.digest, costs.seconds, tuple(costs.sizes.values), tuple(costs.sizes.workspace), options.search
+    host = _Host.of(graph, tier, options)
+    key = graph.digest, costs.seconds, tuple(costs.sizes.values), tuple(costs.sizes.workspace), options.search, host
     if key not in _known:
-        _known[key] = call_programs(graph.step, costs, effort=SHARE * options.search.seconds)
+        _known[key] = call_programs(graph.step, costs, effort=SHARE * options.search.seconds, offloading=host)
         if len(_known) > REMEMBERED:
             _known.popitem(last=False)
     _known.move_to_end(key)
@@ -157,7 +197,7 @@ class PathPlans:
 
     def _set_limit(self) -> None:
         if self._last or not isinstance(self._options.budget, Percent | Least):
-            everything, least = lambda: paths.keep_all(self.root), lambda: paths.least(self.root)
+            everything, least = lambda: paths.keep_all(self.root), self._least
             self.limit = limit_of_paths(self._options, self._device, self._largest, everything, least)
 
 
@@ -252,16 +292,19 @@ class PathPlans:
             return
         if not self._still_fits(self.mem):
             paths.forget(self.root)
-            paths.plan(self.root, self.mem)
+            paths.plan_within(self.root, self.mem, self._options.host_limit)
             self._plan = paths.planned(self._last, self.mem)
             if self._plan is None:
-                least = paths.least(self.root)
+                least = self._least()
                 error = BudgetTooSmall(minimum=least, budget=self.mem, note=self._advice)
                 raise self.limit.explained(error, self._floor(least))
             # computing the headline's least budget takes several plans
             if log.isEnabledFor(logging.INFO) and self.plan:
                 log.info("%s", self.plan.headline)
         self._stale = False
+
+    def _least(self) -> int:
+        return paths.least(self.root, self._options.host_limit)
 
     def take(self, options: Options) -> None:
         """Plan for another budget from the next call on."""
@@ -285,17 +328,20 @@ class PathPlans:
         self._plan = planned
         return True
 
-    def number(self, node: Node, at: SizedPrograms, saved: int) -> int:
+    def number(self, node: Node, at: SizedPrograms, saved: int, hosted: int = 0) -> int:
         """Return the index of the program that a call is to run: the planned one, else the one that saves least.
 
         Args:
             at: the graph's programs at the input sizes of the call.
             saved: bytes that the earlier calls of the step have saved for backward.
+            hosted: bytes of theirs that wait on the host.
         """
         chosen = node.chosen(saved, self.mem) if self.mem is not None else None
-        if chosen is None:
-            return at.programs.index(least_of(at.programs))
-        return node.programs.index(chosen)
+        number = at.programs.index(least_of(at.programs)) if chosen is None else node.programs.index(chosen)
+        limit = self._options.host_limit
+        if limit is not None and hosted + at.programs[number].hosted > limit:
+            return at.programs.index(least_of(at.run_again))
+        return number
 
     def check_backward(self, nodes: Sequence[Node], gradients: Sequence[int]) -> None:
         """Raise `BudgetTooSmall` before the backward begins if it cannot fit.
@@ -355,7 +401,8 @@ class PathPlans:
         """Return advice on what may need less memory, for error messages; "" if the first graph's end is not known."""
         if not self._broken_at:
             return ""
-        return f"slices and offloading may need less, but need one graph, and this is broken at {self._broken_at}"
+        more = "" if self._options.offloads else "offload=True may need less; "
+        return f"{more}slices may need less, but need one graph, and this is broken at {self._broken_at}"
 
     def _floor(self, least: int) -> str:
         """Return what needs the least budget, for error messages; "" if it is not known."""
@@ -387,7 +434,7 @@ class PathPlans:
             python=tuple(self._python),
             budget=self.mem,
             keep_all_peak=paths.keep_all(self.root),
-            minimum=paths.least(self.root),
+            minimum=self._least(),
             paths=self._paths(self.mem),
         )
 

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,7 @@ from fxremat.runtime.contract import Contract
 from fxremat.runtime.emitted import Emitted, EmittedPrograms
 from fxremat.search.call_programs import CallProgram
 from fxremat.step.costs import Costs
+from fxremat.step.program import Program
 from fxremat.step.source import common_module
 from fxremat.torch_private import real_tensors, taking_a_list
 
@@ -75,6 +76,7 @@ class CalledGraph:
         symbolic: the graph with symbolic sizes; None: all its sizes are fixed.
         costs: the costs of the ops of `joint`.
         programs: the programs of `joint`, fastest first.
+        tier: the name of the host tier to which programs copy values; "": they copy none.
     """
 
     def __init__(
@@ -83,15 +85,14 @@ class CalledGraph:
         symbolic: SymbolicGraph | None,
         costs: Costs,
         programs: Sequence[CallProgram],
+        tier: str = "",
     ) -> None:
         self.joint, self.costs = joint, costs
         self._sizes = symbolic
         self._symbolic = symbolic.as_captured(joint) if symbolic else joint
         self._outputs = len(self._symbolic.forward_outputs)
-        self._orders = [
-            replace(program.order, layout=replace(program.order.layout, graph=self._symbolic)) for program in programs
-        ]
-        self._emitted = EmittedPrograms(self._outputs, EMITTED, costs.fresh)
+        self._programs = programs
+        self._emitted = EmittedPrograms(self._outputs, EMITTED, costs.fresh, tier)
         self._numbers: Callable[[Dims], Numbers] | None = None
         if symbolic is not None:
             self._numbers = lru_cache(REMEMBERED)(symbolic.numbers)
@@ -134,10 +135,16 @@ class CalledGraph:
 
     def emitted(self, number: int) -> Emitted:
         """Return the fx graphs generated for the program with index `number`."""
+        program = partial(self._symbolically, number)
         if number in self._emitted:
-            return self._emitted.of(number, self._orders[number])
+            return self._emitted.of(number, program)
         with real_tensors():
-            return self._emitted.of(number, self._orders[number])
+            return self._emitted.of(number, program)
+
+    def _symbolically(self, number: int) -> Program:
+        """Return the program with index `number`, of the graph with symbolic sizes."""
+        program = self._programs[number].program
+        return replace(program, layout=replace(program.layout, graph=self._symbolic))
 
     def run_forward(self, emitted: Emitted, dims: Dims, primals: list[Any]) -> tuple[list[Any], list[Any]]:
         """Return the outputs and the tensors saved for the backward; the list of primals is emptied."""

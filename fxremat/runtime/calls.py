@@ -62,6 +62,7 @@ class Step:
     calls: list[Call] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     saved: int = 0  # bytes that calls of graphs have saved for their backwards so far
+    hosted: int = 0  # bytes of these values that wait on the host, besides those in `saved`
     in_backward: bool = False  # True once the first backward of a call has begun
     over: bool = False  # True once the backward of the step has ended
 
@@ -158,6 +159,11 @@ class Call:
     _floats: dict[int, tuple[int, Output]] = field(default_factory=dict)
 
     @property
+    def hosted(self) -> int:
+        """Bytes of saved values that wait on the host."""
+        return self.program.hosted if self.saved is not None else 0
+
+    @property
     def program(self) -> CallProgram:
         """The program (order of ops with recomputations) that this call runs."""
         return self.at.programs[self.number]
@@ -170,6 +176,7 @@ class Call:
         self.saved = _apart(saved, outputs)
         self.own = kept(self.program, self.at.outputs, self.node.held)
         self.step.saved += self.own
+        self.step.hosted += self.hosted
         self._versions = [version_of(tensor) for tensor in self._read_late]
         if self.step.measured:
             for value, output in zip(self.graph.output_values, outputs, strict=True):
@@ -215,9 +222,12 @@ class Call:
     @property
     def _read_late(self) -> list[torch.Tensor]:
         """The tensors that the backward reads: the saved ones, and the inputs that the graph does not overwrite itself.
+
+        Copies on the host are left out: only the tier writes them, some time after the forward.
         """
         given = (self.primals[place] for place in self.graph.unwritten)
-        return [tensor for tensor in (*given, *(self.saved or ())) if isinstance(tensor, torch.Tensor)]
+        saved = (x for place, x in enumerate(self.saved or ()) if place not in self.emitted.on_host)
+        return [tensor for tensor in (*given, *saved) if isinstance(tensor, torch.Tensor)]
 
     @property
     def is_as_saved(self) -> bool:
@@ -231,15 +241,19 @@ class Call:
 
     def let_go(self) -> None:
         """Free the saved tensors; the forward then has to run again before the backward."""
-        self.step.saved -= self.own
-        self.saved, self.own = None, 0
+        self._drop()
         del self._versions[len(self._read_late) :]
 
     def free(self) -> None:
         """Free all that the call holds, since its backward runs now, or never."""
-        self.step.saved -= self.own
-        self.saved, self.own, self.primals = None, 0, []
+        self._drop()
+        self.primals = []
         saved_calls.pop(self.token, None)
+
+    def _drop(self) -> None:
+        self.step.saved -= self.own
+        self.step.hosted -= self.hosted
+        self.saved, self.own = None, 0
 
     def backward(self, tangents: list[Any]) -> Sequence[Any]:
         """Run the backward; return the gradients."""

@@ -202,7 +202,7 @@ class Coordinator:
         step.note("forward", node)
         if not node.measured:
             node.assume(step.meter.level(), step.saved, step.calls[-1].node if step.calls else None)
-        number = self.plans.number(node, at, step.saved)
+        number = self.plans.number(node, at, step.saved, step.hosted)
         self._make_room(step, node.before, at.programs[number].forward, node)
         random = GeneratorStates(p for p in primals if isinstance(p, torch.Tensor)) if graph.random else None
         call = Call(step, graph, dims, at, node, number, graph.emitted(number), list(primals), random)
@@ -297,7 +297,7 @@ class Coordinator:
 
     def _is_less_again(self, call: Call) -> bool:
         """Tell whether a graph call needs less memory if it frees its saved tensors and reruns its forward."""
-        again = min(_need_again(call, program) for program in call.at.programs)
+        again = min(_need_again(call, program) for program in call.at.run_again)
         return again - call.own < call.node.backward(call.program)
 
     def _run_again(self, call: Call) -> tuple[Emitted, list[Any]]:
@@ -307,8 +307,8 @@ class Coordinator:
         """
         step, node, at, mem = call.step, call.node, call.at, self.plans.mem
         need, level = partial(_need_again, call), step.level(node.back)
-        fitting = (p for p in at.programs if mem is None or level + need(p) <= mem)
-        program = next(fitting, None) or min(at.programs, key=need)
+        fitting = (p for p in at.run_again if mem is None or level + need(p) <= mem)
+        program = next(fitting, None) or min(at.run_again, key=need)
         self._make_room(step, node.back, need(program), node, call)
         emitted = call.graph.emitted(at.programs.index(program))
         with call.random.replayed() if call.random else contextlib.nullcontext():

@@ -50,7 +50,7 @@ from fxremat.planning.captured_step import CapturedStep, FixedStep
 from fxremat.planning.facts import facts_of
 from fxremat.planning.limits import limit_of
 from fxremat.planning.means import seen_before
-from fxremat.planning.paths import programs_of
+from fxremat.planning.paths import programs_of, tier_of
 from fxremat.planning.sizes import PlansOfSizes, SizedStep
 from fxremat.planning.step import Step, TrainedParameters, named
 from fxremat.planning.surveys import order_within_limit
@@ -526,8 +526,9 @@ class Backend:
                     raise
                 self.learn(error)
                 raise NotSymbolic("a result that lies otherwise than traced") from None
-            programs = programs_of(joint, costs, self.options)
-        return CalledGraph(joint, graph, costs, programs)
+            tier = tier_of(self.options, device_of(joint))
+            programs = programs_of(joint, costs, self.options, tier)
+        return CalledGraph(joint, graph, costs, programs, tier.name if tier else "")
 
     def _check_layouts(self, step: Step, *, symbolic: bool = False) -> None:
         """Measure a step that is only captured, and check that results have the strides that they were traced with.

@@ -9,9 +9,12 @@ from typing import Any
 
 from fxremat.graphs.nodes import is_number
 from fxremat.graphs.symbolic import Size
+from fxremat.ops.host_copies import offload, release
 from fxremat.passes.lower import lower, sizes_of
-from fxremat.step.program import Order
+from fxremat.step.program import Program
 from fxremat.torch_private import boxed
+
+TO_HOST = (offload, release)  # functions that return a copy on the host
 
 
 @dataclass(frozen=True)
@@ -24,22 +27,23 @@ class Emitted:
     backward_sizes: tuple[Size, ...]  # symbolic sizes that the backward takes first
     tensors: int  # number of tensors that the forward saves
     numbers: int  # number of Python numbers that the forward saves after the tensors, symbolic sizes not counted
+    on_host: frozenset[int] = frozenset()  # indices of the saved tensors that are copies on the host
 
 
 @dataclass
 class EmittedPrograms:
     """Cache of generated graphs, by program number; the `most` that ran last are kept.
 
-    A program is an order of ops with recomputations.
-
     Args:
         outputs: the number of the forward's outputs.
         fresh: ops that must not overwrite an operand at some size, and therefore do not at any.
+        tier: the name of the host tier to which programs copy values; "": they copy none.
     """
 
     outputs: int
     most: int
     fresh: frozenset[int] = frozenset()
+    tier: str = ""
     _kept: OrderedDict[int, Emitted] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
@@ -54,20 +58,20 @@ class EmittedPrograms:
             self.fresh |= fresh
             self._kept.clear()
 
-    def of(self, number: int, order: Order) -> Emitted:
-        """Return the graphs of program `number`, which runs ops in `order`; they are generated unless they are cached.
-        """
+    def of(self, number: int, program: Callable[[], Program]) -> Emitted:
+        """Return the graphs of program `number`, which `program` returns; they are generated unless they are cached."""
         if number not in self._kept:
-            self._kept[number] = self._emit(order)
+            self._kept[number] = self._emit(program())
             if len(self._kept) > self.most:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(number)
         return self._kept[number]
 
-    def _emit(self, order: Order) -> Emitted:
-        forward, backward = lower(order.program(), fresh=self.fresh)
+    def _emit(self, program: Program) -> Emitted:
+        forward, backward = lower(program, self.tier, fresh=self.fresh)
         (returned,) = next(iter(reversed(forward.graph.nodes))).args
-        saved = [node.meta["val"] for node in returned[self.outputs :]]
+        nodes = returned[self.outputs :]
+        saved = [node.meta["val"] for node in nodes]
         numbers = sum(map(is_number, saved))
         return Emitted(
             forward=boxed(forward),
@@ -76,4 +80,5 @@ class EmittedPrograms:
             backward_sizes=sizes_of(backward),
             tensors=len(saved) - numbers,
             numbers=numbers,
+            on_host=frozenset(place for place, node in enumerate(nodes) if node.target in TO_HOST),
         )

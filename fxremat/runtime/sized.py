@@ -210,7 +210,7 @@ class Sized:
 
     def _program(self, number: int) -> Emitted:
         """Return the graphs generated for the program with index `number`."""
-        program = self._emitted.of(number, self._orders[number])
+        program = self._emitted.of(number, self._orders[number].program)
         assert program.tensors <= self._slots.tensors, "more tensors are saved than there are"
         assert program.numbers <= self._slots.numbers, "more numbers are saved than there are"
         return program

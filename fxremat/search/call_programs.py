@@ -8,6 +8,7 @@ between. So a program of such a graph has these numbers, with bytes above those 
     forward     the peak of the forward
     backward    the peak of the backward, above what was saved, the outputs and their gradients
     copies      further bytes of the backward if gradients arrive with other strides than were traced
+    hosted      bytes of saved values that wait on the host, if the program copies any there
     time        seconds of forward and backward
 """
 
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.survey import survey
-from fxremat.step.costs import Costs
+from fxremat.step.costs import Costs, Link
 from fxremat.step.layout import Layout
 from fxremat.step.liveness import Sizes, live_bytes
-from fxremat.step.program import Order, Program
+from fxremat.step.program import Order, Program, Role, Transfer
 from fxremat.step.step_graph import StepGraph
 
 # assumed bytes of the rest of the step between forward and backward, as multiples of the peak without
@@ -30,11 +33,64 @@ MOST = 48  # number of programs kept for a graph
 EFFORT = 0.3  # seconds of op-by-op search for each of the `PAUSES`
 
 
+class Offloading(Protocol):
+    """What is known of a host to which programs may copy values."""
+
+    @property
+    def link(self) -> Link:
+        """The speeds of copies."""
+
+    def extended(self, frontier: Frontier, costs: Costs) -> Frontier:
+        """Return the Pareto frontier with candidates added that copy values to the host."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HostCopies:
+    """The copies of a program to the host and back, as steps of it, and the seconds that they add."""
+
+    program: Program
+    sizes: tuple[int, ...]  # bytes of each value that is copied to the host
+    added: tuple[float, float]  # seconds that the copies add to the forward and to the backward
+    link: Link
+
+    @classmethod
+    def of(cls, candidate: Candidate, costs: Costs, offloading: Offloading | None) -> HostCopies | None:
+        """Return the copies that a candidate makes; None if it makes none."""
+        if (found := candidate.transfers) is None or offloading is None:
+            return None
+        order = candidate.order()
+        added = max(0.0, found.time - costs.time_of(order.ops))
+        waits = (found.waiting - found.waiting_back, found.waiting_back)
+        back = added * (waits[1] / found.waiting if found.waiting else 0.5)
+        sizes = _copied(found.program, costs.sizes)
+        return cls(program=found.program, sizes=sizes, added=(added - back, back), link=offloading.link)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the values occupy on the host."""
+        return sum(map(self.link.on_host, self.sizes))
+
+    def on(self, layout: Layout, costs: Costs) -> HostCopies:
+        """Return the same copies of a graph with the same ops at other sizes; added seconds grow with the bytes."""
+        program = replace(self.program, layout=layout)
+        sizes = _copied(program, costs.sizes)
+        factor = sum(sizes) / max(1, sum(self.sizes))
+        added = (self.added[0] * factor, self.added[1] * factor)
+        return replace(self, program=program, sizes=sizes, added=added)
+
+
+def _copied(program: Program, sizes: Sizes) -> tuple[int, ...]:
+    """Return the bytes of each value that a program copies to the host."""
+    leaving = (s for s in program.steps if isinstance(s, Transfer) and s.role is Role.OFFLOAD)
+    return tuple(sizes.values[program.version_of[step.reads[0]]] for step in leaving)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CallProgram:
     """One way to run one of the graphs that a step calls; bytes are above those allocated when the call begins."""
 
     order: Order
+    on_host: HostCopies | None = None  # the copies of saved values to the host; None: it makes none
     saved: int
     forward: int
     backward: int
@@ -44,6 +100,16 @@ class CallProgram:
     copies: int = 0
     forward_time: float = 0.0  # seconds of the forward
 
+    @property
+    def program(self) -> Program:
+        """The program, copies to the host included. O(steps)."""
+        return self.on_host.program if self.on_host else self.order.program()
+
+    @property
+    def hosted(self) -> int:
+        """Bytes of saved values that wait on the host between forward and backward."""
+        return self.on_host.bytes if self.on_host else 0
+
     def beats(self, other: CallProgram) -> bool:
         """Tell whether this program needs at most the bytes of the other, of each kind, and at most its time."""
         return (
@@ -51,16 +117,22 @@ class CallProgram:
             and self.forward <= other.forward
             and self.backward <= other.backward
             and self.copies <= other.copies
+            and self.hosted <= other.hosted
             and self.time <= other.time
         )
 
 
-def call_programs(graph: StepGraph, costs: Costs, *, effort: float = EFFORT) -> tuple[CallProgram, ...]:
+def call_programs(
+    graph: StepGraph, costs: Costs, *, effort: float = EFFORT, offloading: Offloading | None = None
+) -> tuple[CallProgram, ...]:
     """Return the Pareto-optimal ways to run one of the graphs that a step calls, fastest first; at most `MOST`.
 
     Programs are searched for under three assumptions on the memory that the rest of the step takes between
     forward and backward. For each program found, one that saves nothing, and recomputes all that its backward
     needs, is added.
+
+    Args:
+        offloading: the host to which programs may copy values; None: they may not.
     """
     found: dict[object, CallProgram] = {}
     keep_all = 0
@@ -68,8 +140,9 @@ def call_programs(graph: StepGraph, costs: Costs, *, effort: float = EFFORT) -> 
         outside = replace(costs, sizes=replace(costs.sizes, outside=int(pause * keep_all), root=0))
         frontier = survey(graph, outside, effort=effort)
         keep_all = keep_all or frontier.keep_all.peak
-        for candidate in (frontier.keep_all, *frontier.candidates):
-            _add(found, candidate.order(), costs)
+        further = offloading.extended(frontier, outside).candidates if offloading is not None else ()
+        for candidate in (frontier.keep_all, *frontier.candidates, *further):
+            _add(found, candidate.order(), costs, HostCopies.of(candidate, costs, offloading))
     for program in unbeaten(found.values()):
         _add(found, saving_nothing(program.order), costs)
     kept = thinned(unbeaten(found.values()))
@@ -81,22 +154,28 @@ def least_of(programs: Iterable[CallProgram]) -> CallProgram:
     return min(programs, key=lambda p: (p.saved, max(p.forward, p.backward), p.time))
 
 
-def _add(found: dict[object, CallProgram], order: Order, costs: Costs) -> None:
-    key = order.ops, order.split
+def _add(
+    found: dict[object, CallProgram], order: Order, costs: Costs, on_host: HostCopies | None = None
+) -> None:
+    key = order.ops, order.split, on_host and on_host.program.steps
     if key not in found:
-        found[key] = judged(order, costs)
+        found[key] = judged(order, costs, on_host=on_host)
 
 
-def judged(order: Order, costs: Costs, copies: Sequence[int] = (), held: int = 0) -> CallProgram:
+def judged(
+    order: Order, costs: Costs, copies: Sequence[int] = (), held: int = 0, on_host: HostCopies | None = None
+) -> CallProgram:
     """Return the program that runs ops in `order`, with its bytes and seconds. O(steps).
 
     Args:
+        on_host: its copies to the host; None: it makes none.
         copies: for each op, the bytes of copies of gradients into the traced strides; (): there are none.
         held: bytes that autograd holds during the backward.
     """
     graph = order.layout.graph
     sizes = replace(costs.sizes, outside=0, root=0)
-    program = order.program()
+    program = on_host.program if on_host else order.program()
+    out, back = on_host.added if on_host else (0.0, 0.0)
     memory = live_bytes(program, sizes)
     tangents = sum(sizes.values[value] for value in graph.tangent_values)
     made = kept_outputs(graph)
@@ -105,12 +184,13 @@ def judged(order: Order, costs: Costs, copies: Sequence[int] = (), held: int = 0
     backward = max(0, max(after, default=0) - memory.at_split)
     return CallProgram(
         order=order,
+        on_host=on_host,
         saved=max(0, memory.at_split - tangents - sum(sizes.values[value] for value in made)),
         forward=max(before, default=0),
         backward=backward + held,
         copies=_with_copies(program, sizes, copies) - backward if any(copies) else 0,
-        time=costs.time_of(order.ops),
-        forward_time=costs.time_of(order.ops[: order.split]),
+        time=costs.time_of(order.ops) + out + back,
+        forward_time=costs.time_of(order.ops[: order.split]) + out,
         outputs=frozenset(read_late & made),
         inputs=frozenset(read_late & graph.given),
     )
@@ -154,7 +234,7 @@ def saving_nothing(order: Order) -> Order:
 def unbeaten(programs: Iterable[CallProgram]) -> list[CallProgram]:
     """Return the programs that no other program beats in bytes of each kind and in time, fastest first."""
     found: list[CallProgram] = []
-    for program in sorted(programs, key=lambda p: (p.time, p.saved, p.backward, p.forward)):
+    for program in sorted(programs, key=lambda p: (p.time, p.hosted, p.saved, p.backward, p.forward)):
         if not any(other.beats(program) for other in found):
             found.append(program)
     return found
@@ -174,6 +254,7 @@ def thinned(programs: list[CallProgram], most: int = MOST) -> list[CallProgram]:
                 lambda p: p.saved + p.backward,
                 lambda p: p.forward,
                 lambda p: p.backward,
+                lambda p: (p.hosted, p.saved, p.backward),
             )
         ),
     }
@@ -191,4 +272,5 @@ def moved(
     for program in programs:
         old = program.order.layout
         layout = layouts.setdefault(id(old), replace(old, graph=graph))
-        yield judged(replace(program.order, layout=layout), costs, copies, held)
+        on_host = program.on_host.on(layout, costs) if program.on_host else None
+        yield judged(replace(program.order, layout=layout), costs, copies, held, on_host)

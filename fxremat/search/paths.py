@@ -35,6 +35,8 @@ LEVELS = 4000  # number of levels to which the saved bytes are rounded
 MOST_NODES = 1000  # largest number of nodes of a tree; above it, calls that few steps made are forgotten
 NONE = -1  # index that means: no program fits
 NEVER = 1e9  # seconds; longer than any step takes
+CHEAPEST, DEAREST = 1e-13, 1e-6  # lowest and highest price of a byte on the host, in seconds
+PRICES = 12  # number of prices that are tried
 
 Programs = Sequence[CallProgram]
 
@@ -71,8 +73,11 @@ class Node:
 
     @property
     def choices(self) -> Programs:
-        """The programs to choose from, fastest first; if the backward does not run, only the one that saves least."""
-        return [least_of(self.programs)] if self.idle else self.programs
+        """The programs to choose from, fastest first.
+
+        If the backward does not run, only the one that saves least, and copies nothing to the host.
+        """
+        return [least_of(program for program in self.programs if not program.hosted)] if self.idle else self.programs
 
     def saved(self, program: CallProgram) -> int:
         """Return the bytes that a program saves for the backward, without outputs that the measured bytes include."""
@@ -170,18 +175,40 @@ def _level(saved: int, mem: int) -> int:
     return -(-max(0, saved) * LEVELS // max(1, mem))
 
 
-def plan(root: Node, mem: int) -> float:
+def plan(root: Node, mem: int, price: float = 0.0) -> float:
     """Choose a program for each graph call and each level of bytes saved before it; return expected seconds of a step.
 
     The choice is stored in `policy` of each node. If the result is `NEVER` or more, no programs fit into `mem`
     bytes on some path; programs are then still chosen for the other paths. Bytes are rounded up, except if the
     fastest program of each call fits, or only the one that saves least.
+
+    Args:
+        price: seconds to add for each byte that a program copies to the host.
     """
+    if price:
+        return _searched(root, mem, price)
     if (seconds := _chosen(root, mem, lambda programs: programs[0])) < NEVER:
         return seconds
-    if (seconds := _searched(root, mem)) < NEVER:
+    if (seconds := _searched(root, mem, 0.0)) < NEVER:
         return seconds
     return min(seconds, _chosen(root, mem, least_of))
+
+
+def plan_within(root: Node, mem: int, host_mem: int | None) -> float:
+    """Choose programs as `plan` does, with at most `host_mem` bytes on the host on each known path; None: no limit.
+
+    Bytes on the host get a price, which is bisected (Lagrangian relaxation). O(`PRICES`) plans.
+    """
+    seconds = plan(root, mem)
+    if host_mem is None or most_hosted(root, mem) <= host_mem:
+        return seconds
+    low, high = CHEAPEST, DEAREST
+    for _ in range(PRICES):
+        middle = (low * high) ** 0.5
+        plan(root, mem, middle)
+        low, high = (low, middle) if most_hosted(root, mem) <= host_mem else (middle, high)
+    seconds = plan(root, mem, high)
+    return seconds if most_hosted(root, mem) <= host_mem else plan(root, mem, np.inf)
 
 
 def _chosen(root: Node, mem: int, of: Callable[[Programs], CallProgram]) -> float:
@@ -203,7 +230,7 @@ def _chosen(root: Node, mem: int, of: Callable[[Programs], CallProgram]) -> floa
     return expected[id(root)]
 
 
-def _searched(root: Node, mem: int) -> float:
+def _searched(root: Node, mem: int, price: float) -> float:
     """Choose programs by the dynamic program that this module describes; return the expected seconds of a step."""
     expected: dict[int, NDArray[np.float64]] = {}
     for node in reversed(list(root.walk())):
@@ -213,16 +240,17 @@ def _searched(root: Node, mem: int) -> float:
             seconds = expected.pop(id(child))
             below += child.count / total * np.where(seconds < NEVER, seconds, NEVER * total)
         if node.graph is not None:
-            below = _choose(node, below, mem)
+            below = _choose(node, below, mem, price)
         expected[id(node)] = below
     return float(expected[id(root)][0])
 
 
-def _choose(node: Node, below: NDArray[np.float64], mem: int) -> NDArray[np.float64]:
+def _choose(node: Node, below: NDArray[np.float64], mem: int, price: float) -> NDArray[np.float64]:
     """Choose a node's program for each level of saved bytes; return the expected seconds from this call on, by level.
 
     Args:
         below: the expected seconds of the calls after it, by the level of bytes saved until then.
+        price: seconds to add for each byte that a program copies to the host.
     """
     unit = mem / LEVELS
     before = np.arange(LEVELS + 1) * unit
@@ -232,7 +260,8 @@ def _choose(node: Node, below: NDArray[np.float64], mem: int) -> NDArray[np.floa
         number = node.programs.index(program)
         level = np.ceil((before + node.saved(program)) / unit - 1e-9).astype(np.int64)
         fits = (before + node.highest(program) <= mem) & (level <= LEVELS)
-        seconds = np.where(fits, program.time + below[np.minimum(level, LEVELS)], np.inf)
+        paid = price * program.hosted if program.hosted else 0.0
+        seconds = np.where(fits, program.time + paid + below[np.minimum(level, LEVELS)], np.inf)
         better = seconds < best
         best[better], node.policy[better] = seconds[better], number
     return best
@@ -276,19 +305,29 @@ def with_programs(nodes: Sequence[Node], programs: Sequence[CallProgram]) -> Pat
     return Path(nodes=tuple(nodes), programs=tuple(programs), saved=tuple(saved), peak=peak)
 
 
+def most_hosted(root: Node, mem: int) -> int:
+    """Return the most bytes that the plan for `mem` bytes copies to the host on any known path."""
+    found = (planned(nodes, mem) for nodes in root.paths())
+    return max((sum(p.hosted for p in path.programs) for path in found if path is not None), default=0)
+
+
 def keep_all(root: Node) -> int:
     """Return the largest peak in bytes over all known paths if each call runs its fastest program; 0 without paths."""
     return max((with_programs(path, [n.choices[0] for n in path]).peak for path in root.paths()), default=0)
 
 
-def least(root: Node) -> int:
-    """Return the least budget in bytes with which a plan exists for every known path. O(log(bytes)) plans."""
+def least(root: Node, host_mem: int | None = None) -> int:
+    """Return the least budget in bytes with which a plan exists for every known path. O(log(bytes)) plans.
+
+    Args:
+        host_mem: bytes that may be on the host. None: no limit.
+    """
     enough = max((with_programs(path, [least_of(n.choices) for n in path]).peak for path in root.paths()), default=1)
     policies = [(node, node.policy) for node in root.walk()]
     low, high = 0, max(1, min(enough, keep_all(root)))
     while high - low > max(1, high // (4 * LEVELS)):
         middle = (low + high) // 2
-        low, high = (low, middle) if plan(root, middle) < NEVER else (middle, high)
+        low, high = (low, middle) if plan_within(root, middle, host_mem) < NEVER else (middle, high)
     for node, policy in policies:
         node.policy = policy
     return high

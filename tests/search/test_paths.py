@@ -9,16 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxremat.search import paths
-from fxremat.search.call_programs import CallProgram
+from fxremat.search.call_programs import CallProgram, HostCopies
 from fxremat.search.paths import Node
+from fxremat.step.costs import Link
 
 ORDER: Any = None  # the numbers of a program are all that is asked for here
+LINK = Link(to_host=1.0, from_host=1.0)
 SMALL = st.integers(0, 40)
 
 
-def program(time: int, saved: int, forward: int, backward: int) -> CallProgram:
+def program(time: int, saved: int, forward: int, backward: int, hosted: int = 0) -> CallProgram:
+    on_host = HostCopies(program=ORDER, sizes=(hosted,), added=(0.0, 0.0), link=LINK) if hosted else None
     return CallProgram(
-        order=ORDER, saved=saved, forward=forward, backward=backward, time=float(time), outputs=frozenset()
+        order=ORDER,
+        on_host=on_host,
+        saved=saved,
+        forward=forward,
+        backward=backward,
+        time=float(time),
+        outputs=frozenset(),
     )
 
 
@@ -78,6 +87,30 @@ def test_no_path_of_a_tree_exceeds_the_budget(tree: Node, mem: int) -> None:
     planned = [paths.planned(path, mem) for path in root.paths()]
     assert all(path is None or path.peak <= mem for path in planned)
     assert (expected < paths.NEVER) == all(path is not None for path in planned)
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees(), st.data(), st.integers(1, 60), st.integers(0, 80))
+def test_no_path_has_more_on_the_host_than_is_allowed(tree: Node, data: Any, mem: int, host_mem: int) -> None:
+    root = Node(None, children={0: tree})
+    for node in root.walk():
+        copying = [
+            program(int(p.time), 0, p.forward, 0, data.draw(st.integers(1, 50), label="hosted"))
+            for p in node.programs
+        ]
+        node.programs = sorted([*node.programs, *copying], key=lambda p: p.time)
+    freely = paths.plan(root, mem)
+    at_most = paths.most_hosted(root, mem)
+    expected = paths.plan_within(root, mem, host_mem)
+    planned = [paths.planned(path, mem) for path in root.paths()]
+    assert paths.most_hosted(root, mem) <= host_mem
+    assert all(path is None or path.peak <= mem for path in planned)
+    assert expected == freely if at_most <= host_mem else expected >= freely
+    for node in root.walk():
+        node.programs = [program for program in node.programs if not program.hosted]
+    without = paths.plan(root, mem)
+    assert expected < paths.NEVER or without >= paths.NEVER
+    assert paths.plan_within(root, mem, None) == without
 
 
 @settings(max_examples=50, deadline=None)
