@@ -353,9 +353,7 @@ class Options:
         return expected[dimension][1]
 
     def without_choice(self) -> Options:
-        """Return a copy for models that are several graphs: with the means that the user has named, and offloading if
-        the planner may choose it.
-        """
+        """Return a copy for models that are several graphs: named means only, and offloading if it may be chosen."""
         if not self.chooses:
             return self
         offload = True if self.may_offload else self.offload

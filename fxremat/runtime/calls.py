@@ -222,12 +222,9 @@ class Call:
     @property
     def _read_late(self) -> list[torch.Tensor]:
         """The tensors that the backward reads: the saved ones, and the inputs that the graph does not overwrite itself.
-
-        Copies on the host are left out: only the tier writes them, some time after the forward.
         """
         given = (self.primals[place] for place in self.graph.unwritten)
-        saved = (x for place, x in enumerate(self.saved or ()) if place not in self.emitted.on_host)
-        return [tensor for tensor in (*given, *saved) if isinstance(tensor, torch.Tensor)]
+        return [tensor for tensor in (*given, *(self.saved or ())) if isinstance(tensor, torch.Tensor)]
 
     @property
     def is_as_saved(self) -> bool:

@@ -9,12 +9,9 @@ from typing import Any
 
 from fxremat.graphs.nodes import is_number
 from fxremat.graphs.symbolic import Size
-from fxremat.ops.host_copies import offload, release
 from fxremat.passes.lower import lower, sizes_of
 from fxremat.step.program import Program
 from fxremat.torch_private import boxed
-
-TO_HOST = (offload, release)  # functions that return a copy on the host
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,6 @@ class Emitted:
     backward_sizes: tuple[Size, ...]  # symbolic sizes that the backward takes first
     tensors: int  # number of tensors that the forward saves
     numbers: int  # number of Python numbers that the forward saves after the tensors, symbolic sizes not counted
-    on_host: frozenset[int] = frozenset()  # indices of the saved tensors that are copies on the host
 
 
 @dataclass
@@ -70,8 +66,7 @@ class EmittedPrograms:
     def _emit(self, program: Program) -> Emitted:
         forward, backward = lower(program, self.tier, fresh=self.fresh)
         (returned,) = next(iter(reversed(forward.graph.nodes))).args
-        nodes = returned[self.outputs :]
-        saved = [node.meta["val"] for node in nodes]
+        saved = [node.meta["val"] for node in returned[self.outputs :]]
         numbers = sum(map(is_number, saved))
         return Emitted(
             forward=boxed(forward),
@@ -80,5 +75,4 @@ class EmittedPrograms:
             backward_sizes=sizes_of(backward),
             tensors=len(saved) - numbers,
             numbers=numbers,
-            on_host=frozenset(place for place, node in enumerate(nodes) if node.target in TO_HOST),
         )

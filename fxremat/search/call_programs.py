@@ -70,13 +70,12 @@ class HostCopies:
         """Bytes that the values occupy on the host."""
         return sum(map(self.link.on_host, self.sizes))
 
-    def on(self, layout: Layout, costs: Costs) -> HostCopies:
-        """Return the same copies of a graph with the same ops at other sizes; added seconds grow with the bytes."""
-        program = replace(self.program, layout=layout)
-        sizes = _copied(program, costs.sizes)
+    def at(self, costs: Costs) -> HostCopies:
+        """Return the same copies at the sizes that these costs are for; the seconds that they add grow with the bytes.
+        """
+        sizes = _copied(self.program, costs.sizes)
         factor = sum(sizes) / max(1, sum(self.sizes))
-        added = (self.added[0] * factor, self.added[1] * factor)
-        return replace(self, program=program, sizes=sizes, added=added)
+        return replace(self, sizes=sizes, added=(self.added[0] * factor, self.added[1] * factor))
 
 
 def _copied(program: Program, sizes: Sizes) -> tuple[int, ...]:
@@ -272,5 +271,5 @@ def moved(
     for program in programs:
         old = program.order.layout
         layout = layouts.setdefault(id(old), replace(old, graph=graph))
-        on_host = program.on_host.on(layout, costs) if program.on_host else None
+        on_host = program.on_host.at(costs) if program.on_host else None
         yield judged(replace(program.order, layout=layout), costs, copies, held, on_host)

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fxremat
-from fxremat import Offload, Search
+from fxremat import FileTier, Offload, Search
+from fxremat.planning.paths import SizedPrograms
 from fxremat.runtime.calls import Call
+from fxremat.search.paths import Node
 from tests.dags import few
 from tests.runtime.test_several_graphs import (
     DEPTHS,
@@ -28,6 +30,7 @@ from tests.runtime.test_several_graphs import (
     take_paths,
     twins,
 )
+from tests.search.test_paths import program
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -62,7 +65,7 @@ def test_offloading_needs_no_more_and_is_predicted_to_take_less_time() -> None:
 
 def test_no_more_waits_on_the_host_than_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by the plan, nor in steps that take another way, nor while calls run that no plan knows."""
-    limit, seen = 300_000, []
+    limit, seen = 900_000, []
     keep = Call.keep
 
     def noting(call: Call, *args: Any) -> Tensor:
@@ -79,6 +82,14 @@ def test_no_more_waits_on_the_host_than_is_allowed(monkeypatch: pytest.MonkeyPat
         assert_equal_steps(ours, plain, rows(512))
     assert 0 < max(seen) <= limit
     assert ours.plan.hosted <= limit
+    plans = ours._fxremat.backend.coordinator.plans
+    copying, recomputing = program(1, 0, 1, 1, hosted=100), program(2, 1, 1, 1)
+    at = SizedPrograms(
+        programs=[copying, recomputing], outputs={}, gradients=0, inputs={}, largest=0, layouts=[]
+    )
+    unknown = Node(None, programs=at.programs)
+    assert plans.number(unknown, at, saved=0, hosted=limit - 100) == 0
+    assert plans.number(unknown, at, saved=0, hosted=limit - 99) == 1
 
 
 def test_what_waits_on_the_host_may_be_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,11 +103,18 @@ def test_what_waits_on_the_host_may_be_let_go(monkeypatch: pytest.MonkeyPatch) -
         if call.can_let_go:
             hosted.append(call.hosted)
             call.let_go()
-        return backward(call, tangents)
+        copied = len(stored)
+        gradients = backward(call, tangents)
+        assert len(stored) == copied, "a forward that runs again just before its backward copies nothing to the host"
+        return gradients
 
+    stored: list[Tensor] = []
+    store = FileTier.store
+    monkeypatch.setattr(FileTier, "store", lambda tier, x, host: (stored.append(host), store(tier, x, host)))
     monkeypatch.setattr(coordinator, "backward", letting_go)
     assert_equal_steps(ours, plain, rows(512))
     assert max(hosted) > 0
+    assert stored
     monkeypatch.undo()
     assert_equal_steps(ours, plain, rows(512))
 
@@ -124,6 +142,9 @@ def test_one_capture_serves_several_sizes() -> None:
     graphs = {node.graph for node in ours._fxremat.backend.coordinator.plans.root.walk() if node.graph}
     assert all(peak_of(ours, rows(count)) <= ours.plan.budget for count in (320, 512))
     assert len(graphs) <= 10  # with fixed sizes there would be twenty-five
+    for graph in graphs:
+        on_host = [max(program.hosted for program in at.programs) for at in graph._at.values()]
+        assert len(set(on_host)) == len(on_host)
     assert ours.plan.hosted > 0
 
 
