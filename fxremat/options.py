@@ -298,10 +298,10 @@ class Options:
             return "offload=Offload(weights=True)"
         if self.offloads_by_chain:
             return f"offload with solver={self.solver!r}"
-        if self.compiles and self.backend is not None:
-            return 'backend="inductor"'
-        if self.slicing:
-            return "slices"
+        if self.compiles and self.backend is not None and (self.host or self.slicing):
+            return f'backend="inductor" with {"offload" if self.host else "slices"}'
+        if self.slicing and self.slicing.drop_outputs:
+            return "slices=Slices(drop_outputs=True)"
         if self.counts_reserved:
             return 'count="reserved"'
         return "" if self.measures else "an estimate"

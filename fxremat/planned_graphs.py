@@ -40,7 +40,8 @@ class PlannedCall:
     @property
     def again(self) -> int:
         """Number of recomputations."""
-        return len(self.program.order.ops) - len(self.graph.ops)
+        order = self.program.order
+        return len(order.ops) - len(order.layout.graph.ops)
 
     @property
     def shown_again(self) -> str:
@@ -116,7 +117,7 @@ class PlannedGraphs:
                 program=program,
                 saved=saved,
                 before=node.before,
-                fastest=node.choices[0].time,
+                fastest=node.everything.time,
                 node=node,
             )
             for name, graph, node, program, saved in zip(

@@ -140,20 +140,25 @@ def _tried(run: Callable[[], T], device: torch.device) -> T | None:
         return None
 
 
-def costs_of_phases(program: Program, inputs: Sequence[Any] = ()) -> Costs:
+def costs_of_phases(program: Program, inputs: Sequence[Any] = (), *, apart: bool = False) -> Costs:
     """Return the costs of a program whose forward and backward have one compiled region each, measured in its steps.
 
     Running the steps takes no more memory than training does, whereas measuring a region by itself takes copies of all
     inputs that it frees. The regions get the seconds that are left of their phase's, and the workspaces with which
     `live_bytes` returns the measured peaks, and what autograd allocates beside the graphs. If the program was measured
     before, these are read from the cache. Where it cannot run, the regions get workspaces that fit no budget.
+
+    Args:
+        apart: True: the backward's region gets the peak of the backward; False: the peak of the step, if it is larger.
     """
     joint = captured_of(program.layout.graph)
     costs = known_costs(joint, fresh=fresh_as_known(joint))
-    found = remembered("phases", [program], 4, partial(_phases, program, costs, inputs))
-    took, peaks = (found[:2], found[2:]) if found else ((math.inf, math.inf), (UNBOUNDED, UNBOUNDED))
+    found = remembered("phases apart", [program], 5, partial(_phases, program, costs, inputs))
+    took, peaks = (found[:2], found[2:]) if found else ((math.inf, math.inf), (UNBOUNDED,) * 3)
     seconds, workspace = [*costs.seconds], [*costs.sizes.workspace]
-    during = live_bytes(program, costs.sizes).during
+    memory = live_bytes(program, costs.sizes)
+    during = memory.during
+    highest = (peaks[0], memory.at_split + peaks[2] if apart else peaks[1])
     for position, step in enumerate(program.steps):
         if step.op is None or joint.ops[step.op].kind is not Kind.REGION:
             continue
@@ -162,12 +167,14 @@ def costs_of_phases(program: Program, inputs: Sequence[Any] = ()) -> Costs:
         others = costs.time_of(one.op for one in phase if one.op is not None)
         seconds[step.op] = max(0.0, took[late] - others)
         beside = workspace[step.op] + (costs.sizes.root if late else 0)  # of autograd: copies of gradients, and a loss
-        workspace[step.op] += int(peaks[late]) + beside - during[position]
+        workspace[step.op] += int(highest[late]) + beside - during[position]
     return replace(costs, seconds=tuple(seconds), sizes=replace(costs.sizes, workspace=tuple(workspace)))
 
 
 def _phases(program: Program, costs: Costs, inputs: Sequence[Any]) -> list[float] | None:
-    """Return the seconds of forward and backward, the peak of the forward, and that of the step; None if it cannot run.
+    """Return the seconds of forward and backward, and the peaks of the forward, of the step, and of the backward.
+
+    The peak of the backward is that above what is allocated when it begins. None: the program cannot run.
     """
     made = _Made.of(program, costs, inputs, alone=True)
     if made is None:
@@ -178,9 +185,12 @@ def _phases(program: Program, costs: Costs, inputs: Sequence[Any]) -> list[float
         made.step(primals, tangents)  # tunes kernels, which may take more memory and time
         before = peak_of(partial(made.forward, list(primals)), made.device)[0]
         peak = peak_of(partial(made.step, primals), made.device)[0]
+        held, arguments = made.between(primals)
+        behind = peak_of(partial(made.backward, arguments), made.device)[0]
+        del held
         forward = min(made.forward_seconds(primals) for _ in range(RUNS))
         whole = min(made.seconds(primals, tangents) for _ in range(RUNS))
-        return [forward, max(whole - forward, TICK), float(before), float(peak)]
+        return [forward, max(whole - forward, TICK), float(before), float(peak), float(behind)]
 
     return _tried(run, made.device)
 
@@ -271,6 +281,13 @@ class _Made:
         Args:
             tangents: the incoming gradients; None: they are made up between the two, so that they are part of the peak.
         """
+        held, arguments = self.between(primals, tangents)
+        gradients = self.backward(arguments)
+        kind_of(self.device).synchronize(self.device)
+        del gradients, held
+
+    def between(self, primals: Sequence[Any], tangents: Sequence[Any] | None = None) -> tuple[list[Any], list[Any]]:
+        """Run the forward; return the outputs that a caller holds then, and the arguments of the backward."""
         joint = self.joint
         results = list(self.forward(list(primals)))
         returned = joint.forward_outputs
@@ -281,10 +298,7 @@ class _Made:
             for node, result in zip(returned, results, strict=False)
             if not (isinstance(node, fx.Node) and joint.value_of.get(node) in joint.updates)
         ]
-        del results
-        gradients = self.backward(arguments)
-        kind_of(self.device).synchronize(self.device)
-        del gradients, held
+        return held, arguments
 
     def seconds(self, primals: Sequence[Any], tangents: Sequence[Any]) -> float:
         """Return the seconds of one step."""

@@ -120,8 +120,7 @@ class _Search:
 
     def __init__(self, plan: Plan, step: Step, options: Options) -> None:
         self._plan, self._step, self._options = plan, step, options
-        config = (options.inductor and options.inductor.config) or {}
-        self._kernels = Kernels(settings=config, decompositions=DECOMPOSITIONS, required=ALWAYS_COMPILED)
+        self._kernels = kernels_of(options)
         self._single = plan.costs  # seconds and bytes of each op when it runs by itself
         self._budget = plan.budget  # bytes; lowered if a program allocates more than was predicted
         # for each op: its seconds inside compiled regions / its seconds as an uncompiled op; None until
@@ -476,12 +475,9 @@ class _Search:
         """
         fused = fused or fused_program(candidate.program(), units, self._kernels)
         joint = captured_of(fused.layout.graph)
-        new = _new_regions(joint)
         began = monotonic()
-        left = [region for region in progress(compile_all(new), "compiling regions", total=len(new)) if region.given_up]
+        compiled_anew([joint])
         self._compiling += monotonic() - began
-        if left:
-            log.warning("%d of %d regions do not compile: %s", len(left), len(new), left[0].given_up.splitlines()[0])
         if units == by_phase(candidate.program()) and len(regions_of(joint.module.graph)) == PHASES:
             costs = costs_of_phases(fused, self._step.inputs)
         else:
@@ -526,6 +522,20 @@ class _Search:
             return judged
         apart = self._fitting(self._judged(judged.candidate, tuple(units)))
         return apart if apart.peak <= self._budget and apart.time < judged.time else judged
+
+
+def kernels_of(options: Options) -> Kernels:
+    """Return the settings with which regions are compiled."""
+    config = (options.inductor and options.inductor.config) or {}
+    return Kernels(settings=config, decompositions=DECOMPOSITIONS, required=ALWAYS_COMPILED)
+
+
+def compiled_anew(graphs: Iterable[Captured]) -> None:
+    """Compile those regions of joint graphs that are not compiled yet; log if Inductor cannot compile some."""
+    new = list({region.digest: region for graph in graphs for region in _new_regions(graph)}.values())
+    left = [region for region in progress(compile_all(new), "compiling regions", total=len(new)) if region.given_up]
+    if left:
+        log.warning("%d of %d regions do not compile: %s", len(left), len(new), left[0].given_up.splitlines()[0])
 
 
 def _seconds_of_compiling(program: Program) -> float:

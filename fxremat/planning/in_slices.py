@@ -8,7 +8,9 @@ The ops of the first way are measured; for the others, ops that were not measure
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import inf
 from typing import TypedDict
 
@@ -16,6 +18,7 @@ import torch
 
 from fxremat.cost.estimate import estimate
 from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.graphs.captured import Captured
 from fxremat.options import Options
 from fxremat.planning.choosing import chosen
 from fxremat.planning.facts import estimated_device, rate_of, with_loss
@@ -36,6 +39,7 @@ NOTED = 1.02  # an error's note states the estimated least budget with slices ti
 ENOUGH = 1.05
 # a search may lower the least budget of the step as captured by this factor, so it is worth its time up to there
 SEARCHED_BELOW = 1.25
+WAYS = 2  # ways to slice a graph of several, beside the one with most slices
 WORTH_A_NOTE = 0.9  # an error's note on slices is added only if slices lower the least budget to at most this fraction
 
 
@@ -90,6 +94,23 @@ def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
     return Variants(
         surveys=tuple(replace(one, limit=within) for one in found), captured=captured, blocked=blocked, more=more
     )
+
+
+def ways_to_slice(graph: Captured, peak: int, options: Options) -> Iterator[SlicedJoint]:
+    """Yield a graph with its largest ops in slices, in a few ways; none if the options do not allow it, or none can be.
+
+    Args:
+        peak: the bytes that it needs if nothing is in slices or recomputed.
+    """
+    if (slicing := options.slicing) is None:
+        return
+    ways = islice(variants(graph, peak // 2, **_settings(slicing)), WAYS)
+    seen: set[tuple[str, ...]] = set()
+    for found in (*ways, least_of_all(graph, **_settings(slicing))):
+        known = tuple(op.target for op in found.joint.ops)
+        if found.regions and known not in seen:
+            seen.add(known)
+            yield found
 
 
 class _Settings(TypedDict):

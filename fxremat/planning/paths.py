@@ -14,10 +14,8 @@ What runs between calls is not planned; its memory is measured.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from operator import sub
+from dataclasses import replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -25,36 +23,26 @@ import torch
 
 from fxremat.budget import has_shrunk
 from fxremat.errors import BudgetTooSmall
-from fxremat.graphs.accounting import copied_gradients, device_of, held_beside_copies, largest_tensor
 from fxremat.graphs.captured import Captured
-from fxremat.host.default import default_tier
-from fxremat.host.tier import HostTier
 from fxremat.options import Options
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.planned_graphs import KnownPath
-from fxremat.planning.choosing import link_to
+from fxremat.planning.graph_programs import SizedPrograms
 from fxremat.planning.limits import Limit, limit_of_paths
-from fxremat.planning.wishes import staying
 from fxremat.search import paths
-from fxremat.search.call_programs import CallProgram, call_programs, kept_outputs, least_of, moved
-from fxremat.search.candidate import Frontier
+from fxremat.search.call_programs import CallProgram, least_of
 from fxremat.search.floor import op_at
 from fxremat.search.paths import Node
-from fxremat.step.costs import Costs, Link
+from fxremat.step.costs import Costs
 from fxremat.step.liveness import live_bytes
-from fxremat.transfers.offloading import with_offloading
 from fxremat.units import Auto, Least, Percent, format_bytes
 
 log = logging.getLogger(__name__)
 
-SHARE = 0.1  # each graph may be searched for this fraction of the seconds that the user allows
-REMEMBERED = 64  # programs are cached for this many graphs
 MOST_IN_VAIN = 5  # number of steps with incomplete measurements after which planning goes on with what is known
 MARGIN = 0.01  # a measured number counts as grown if it grew by more than this fraction
 
 Numbers = dict[str, int]  # measured fields of a `Node`, by name
-
-_known: OrderedDict[object, Sequence[CallProgram]] = OrderedDict()
 
 
 class Graph(Protocol):
@@ -64,103 +52,13 @@ class Graph(Protocol):
     costs: Costs
 
 
-@dataclass(frozen=True, kw_only=True)
-class SizedPrograms:
-    """The programs (ways to run forward and backward) of one graph, at certain input sizes."""
-
-    programs: Sequence[CallProgram]
-    outputs: Mapping[int, int]  # bytes of each output that the graph allocates, by value
-    gradients: int  # total bytes of the gradients that the graph's backward returns
-    inputs: Mapping[int, int]  # bytes of each input, by value
-    largest: int  # bytes of the largest tensor that the graph's ops allocate
-    layouts: Sequence[tuple[int, ...]]  # strides that the gradients of the graph's outputs had when it was traced
-
-    @property
-    def run_again(self) -> Sequence[CallProgram]:
-        """The programs for a call that runs again just before its backward: those that copy nothing to the host."""
-        return [program for program in self.programs if not program.on_host]
-
-    @classmethod
-    def of(cls, graph: Captured, costs: Costs, programs: Sequence[CallProgram]) -> SizedPrograms:
-        """Return these programs, with the bytes of inputs, outputs and gradients at the sizes of `graph`."""
-        bytes_of = costs.sizes.values
-        as_traced, copies = _apart(graph, costs)
-        return cls(
-            programs=list(moved(programs, graph, as_traced, copies, held_beside_copies(graph, device_of(graph)))),
-            inputs={value: bytes_of[value] for value in map(graph.value_of.get, graph.primals) if value is not None},
-            largest=largest_tensor(graph),
-            layouts=[layout_of(node.meta.get("val")) for node in graph.tangent_nodes],
-            outputs={value: bytes_of[value] for value in kept_outputs(graph)},
-            gradients=sum(bytes_of[value] for value in graph.returned),
-        )
-
-
-def layout_of(value: object) -> tuple[int, ...]:
-    """Return the strides of a tensor, without those of dimensions of size 1; () for anything that is not a tensor."""
-    if not isinstance(value, torch.Tensor):
-        return ()
-    return tuple(stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1)
-
-
-def _apart(graph: Captured, costs: Costs) -> tuple[Costs, Sequence[int]]:
-    """Return the costs without copies of gradients into the traced strides, and the bytes of these copies for each op.
-    """
-    copied = copied_gradients(graph, device_of(graph))
-    copies = [copied.get(op.index, 0) for op in graph.ops]
-    workspace = tuple(map(sub, costs.sizes.workspace, copies))
-    return replace(costs, sizes=replace(costs.sizes, workspace=workspace)), copies
-
-
 def _largest_op(graph: Graph, program: CallProgram, phase: str) -> str:
     """Return the op at which the "forward" or "backward" of a program needs most, at the sizes of its capture."""
     steps = program.program
-    during = live_bytes(steps, replace(graph.costs.sizes, outside=0, root=0)).during
+    costs = program.another.costs if program.another else graph.costs
+    during = live_bytes(steps, replace(costs.sizes, outside=0, root=0)).during
     places = range(steps.split) if phase == "forward" else range(steps.split, len(during))
     return op_at(steps, max(places, key=during.__getitem__)) if places else "nothing"
-
-
-@dataclass(frozen=True)
-class _Host:
-    """The host, as a place to which the programs of one graph may copy values."""
-
-    link: Link
-    limit: int | None  # bytes that may be there at a time; None: no limit
-    staying: frozenset[int]  # values that are not copied there
-
-    @classmethod
-    def of(cls, graph: Captured, tier: HostTier | None, options: Options) -> _Host | None:
-        if tier is None:
-            return None
-        return cls(link_to(tier, graph, options), options.host_limit, staying(graph, options.kept))
-
-    def extended(self, frontier: Frontier, costs: Costs) -> Frontier:
-        return with_offloading(frontier, replace(costs, staying=self.staying), self.link, self.limit)
-
-
-def tier_of(options: Options, device: torch.device) -> HostTier | None:
-    """Return the storage on the host to which graphs may copy activations; None: they may not."""
-    return (options.tier or default_tier(device)) if options.offloads else None
-
-
-def programs_of(
-    graph: Captured, costs: Costs, options: Options, tier: HostTier | None = None
-) -> Sequence[CallProgram]:
-    """Return the programs of a graph, fastest first, from a cache if an equal graph had the same costs.
-
-    `SizedPrograms.of` adapts their byte counts to the graph's sizes.
-
-    Args:
-        tier: the storage on the host to which programs may copy activations; None: they may not.
-    """
-    costs, _ = _apart(graph, costs)
-    host = _Host.of(graph, tier, options)
-    key = graph.digest, costs.seconds, tuple(costs.sizes.values), tuple(costs.sizes.workspace), options.search, host
-    if key not in _known:
-        _known[key] = call_programs(graph.step, costs, effort=SHARE * options.search.seconds, offloading=host)
-        if len(_known) > REMEMBERED:
-            _known.popitem(last=False)
-    _known.move_to_end(key)
-    return _known[key]
 
 
 class PathPlans:
@@ -213,7 +111,7 @@ class PathPlans:
         found.count += 1
         if not found.programs or sum(found.outputs.values()) < sum(at.outputs.values()):
             found.programs, found.outputs, found.gradients = at.programs, at.outputs, at.gradients
-            found.inputs = at.inputs
+            found.inputs, found.keep_all = at.inputs, at.keep_all
             found.policy, found.measured = None, False
             is_new = self._stale = True
             if at.largest > self._largest:

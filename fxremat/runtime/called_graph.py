@@ -23,7 +23,7 @@ from torch import fx
 from fxremat.cost.resized import resized
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.symbolic import Dims, Numbers, Size, SymbolicGraph
-from fxremat.planning.paths import SizedPrograms
+from fxremat.planning.graph_programs import SizedPrograms
 from fxremat.runtime.auxiliary_outputs import runs_again
 from fxremat.runtime.contract import Contract
 from fxremat.runtime.emitted import Emitted, EmittedPrograms
@@ -76,6 +76,7 @@ class CalledGraph:
         symbolic: the graph with symbolic sizes; None: all its sizes are fixed.
         costs: the costs of the ops of `joint`.
         programs: the programs of `joint`, fastest first.
+        keep_all: the program of single ops that recomputes nothing.
         tier: the name of the host tier to which programs copy values; "": they copy none.
     """
 
@@ -85,6 +86,7 @@ class CalledGraph:
         symbolic: SymbolicGraph | None,
         costs: Costs,
         programs: Sequence[CallProgram],
+        keep_all: CallProgram,
         tier: str = "",
     ) -> None:
         self.joint, self.costs = joint, costs
@@ -97,7 +99,7 @@ class CalledGraph:
         if symbolic is not None:
             self._numbers = lru_cache(REMEMBERED)(symbolic.numbers)
         now = symbolic.dims if symbolic else ()
-        self._at: dict[Dims, SizedPrograms] = {now: SizedPrograms.of(joint, costs, programs)}
+        self._at: dict[Dims, SizedPrograms] = {now: SizedPrograms.of(joint, costs, programs, keep_all)}
         self.random = any(op.random for op in joint.ops)
         self.runs_again = runs_again(joint)
         self.output_values = [
@@ -130,20 +132,24 @@ class CalledGraph:
             if len(self._at) > REMEMBERED:
                 del self._at[next(reversed(self._at))]
             known = next(iter(self._at.values()))
-            self._at[dims] = SizedPrograms.of(joint, costs, known.programs)
+            self._at[dims] = SizedPrograms.of(joint, costs, known.programs, known.keep_all)
         return self._at[dims]
 
     def emitted(self, number: int) -> Emitted:
         """Return the fx graphs generated for the program with index `number`."""
-        program = partial(self._symbolically, number)
+        another = self._programs[number].another
+        fresh = another.costs.fresh if another else None
+        get = partial(self._emitted.of, number, partial(self._symbolically, number), fresh)
         if number in self._emitted:
-            return self._emitted.of(number, program)
+            return get()
         with real_tensors():
-            return self._emitted.of(number, program)
+            return get()
 
     def _symbolically(self, number: int) -> Program:
-        """Return the program with index `number`, of the graph with symbolic sizes."""
+        """Return the program with index `number`, of the graph with symbolic sizes, unless it is for one size."""
         program = self._programs[number].program
+        if self._programs[number].another is not None:
+            return program
         return replace(program, layout=replace(program.layout, graph=self._symbolic))
 
     def run_forward(self, emitted: Emitted, dims: Dims, primals: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -13,7 +13,7 @@ import torch
 
 from fxremat.graphs.symbolic import Dims
 from fxremat.ops.random import GeneratorStates
-from fxremat.planning.paths import SizedPrograms
+from fxremat.planning.graph_programs import SizedPrograms
 from fxremat.runtime.called_graph import CalledGraph, saved_calls
 from fxremat.runtime.emitted import Emitted
 from fxremat.runtime.step_memory import Border, Meter

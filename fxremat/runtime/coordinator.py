@@ -28,8 +28,9 @@ from fxremat.graphs.symbolic import Dims
 from fxremat.ops.random import GeneratorStates
 from fxremat.options import Options
 from fxremat.plan_of_graphs import PlanOfGraphs
+from fxremat.planning.graph_programs import layout_of
 from fxremat.planning.limits import Limit
-from fxremat.planning.paths import Numbers, PathPlans, layout_of
+from fxremat.planning.paths import Numbers, PathPlans
 from fxremat.planning.step import Step as CapturedGraph
 from fxremat.planning.surveys import order_within_limit
 from fxremat.runtime.called_graph import CalledGraph, current

@@ -48,9 +48,9 @@ from fxremat.passes.regions import inline_regions
 from fxremat.passes.tangents import bear_any_layout
 from fxremat.planning.captured_step import CapturedStep, FixedStep
 from fxremat.planning.facts import facts_of
+from fxremat.planning.graph_programs import programs_of, tier_of
 from fxremat.planning.limits import limit_of
 from fxremat.planning.means import seen_before
-from fxremat.planning.paths import programs_of, tier_of
 from fxremat.planning.sizes import PlansOfSizes, SizedStep
 from fxremat.planning.step import Step, TrainedParameters, named
 from fxremat.planning.surveys import order_within_limit
@@ -453,9 +453,10 @@ class Backend:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         refuse_opaque(module.graph)
         as_eager = self._as_eager(module, num_fwd_outputs)
-        module = normalize(module, self._passes())
+        alone = self.coordinator is not None and has_symbolic_sizes(module.graph)  # runs single ops at any size
+        module = normalize(module, self._eager_passes() if alone else self._passes())
         self._note_names(module.graph)
-        self._any_layout = not self.options.compiles and bear_any_layout(module.graph)
+        self._any_layout = (alone or not self.options.compiles) and bear_any_layout(module.graph)
         graph = SymbolicGraph(module, num_fwd_outputs) if has_symbolic_sizes(module.graph) else None
         joint = graph.now() if graph else read_joint(module, num_fwd_outputs)
         if graph and not graph.inputs:
@@ -527,8 +528,8 @@ class Backend:
                 self.learn(error)
                 raise NotSymbolic("a result that lies otherwise than traced") from None
             tier = tier_of(self.options, device_of(joint))
-            programs = programs_of(joint, costs, self.options, tier)
-        return CalledGraph(joint, graph, costs, programs, tier.name if tier else "")
+            programs, keep_all = programs_of(step, costs, self.options, tier, resizable=graph is not None)
+        return CalledGraph(joint, graph, costs, programs, keep_all, tier.name if tier else "")
 
     def _check_layouts(self, step: Step, *, symbolic: bool = False) -> None:
         """Measure a step that is only captured, and check that results have the strides that they were traced with.

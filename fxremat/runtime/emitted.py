@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxremat.graphs.nodes import is_number
+from fxremat.graphs.region import runnable
 from fxremat.graphs.symbolic import Size
 from fxremat.passes.lower import lower, sizes_of
 from fxremat.step.program import Program
-from fxremat.torch_private import boxed
 
 
 @dataclass(frozen=True)
@@ -54,23 +54,27 @@ class EmittedPrograms:
             self.fresh |= fresh
             self._kept.clear()
 
-    def of(self, number: int, program: Callable[[], Program]) -> Emitted:
-        """Return the graphs of program `number`, which `program` returns; they are generated unless they are cached."""
+    def of(self, number: int, program: Callable[[], Program], fresh: Set[int] | None = None) -> Emitted:
+        """Return the graphs of program `number`, which `program` returns; they are generated unless they are cached.
+
+        Args:
+            fresh: ops that must not overwrite an operand, for a program of another graph; None: those of this one.
+        """
         if number not in self._kept:
-            self._kept[number] = self._emit(program())
+            self._kept[number] = self._emit(program(), self.fresh if fresh is None else fresh)
             if len(self._kept) > self.most:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(number)
         return self._kept[number]
 
-    def _emit(self, program: Program) -> Emitted:
-        forward, backward = lower(program, self.tier, fresh=self.fresh)
+    def _emit(self, program: Program, fresh: Set[int]) -> Emitted:
+        forward, backward = lower(program, self.tier, fresh=fresh)
         (returned,) = next(iter(reversed(forward.graph.nodes))).args
         saved = [node.meta["val"] for node in returned[self.outputs :]]
         numbers = sum(map(is_number, saved))
         return Emitted(
-            forward=boxed(forward),
-            backward=boxed(backward),
+            forward=runnable(forward),
+            backward=runnable(backward),
             forward_sizes=sizes_of(forward),
             backward_sizes=sizes_of(backward),
             tensors=len(saved) - numbers,

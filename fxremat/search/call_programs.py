@@ -14,7 +14,7 @@ between. So a program of such a graph has these numbers, with bytes above those 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -85,11 +85,24 @@ def _copied(program: Program, sizes: Sizes) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Another:
+    """A graph that computes what a captured one computes, with some groups of its ops in slices, or compiled."""
+
+    costs: Costs
+    values: Mapping[int, int]  # its inputs and outputs -> those of the captured graph
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CallProgram:
-    """One way to run one of the graphs that a step calls; bytes are above those allocated when the call begins."""
+    """One way to run one of the graphs that a step calls; bytes are above those allocated when the call begins.
+
+    `outputs` and `inputs` are numbers of values in the captured graph.
+    """
 
     order: Order
     on_host: HostCopies | None = None  # the copies of saved values to the host; None: it makes none
+    fused: Program | None = None  # the order's ops in compiled groups; None: they run one by one
+    another: Another | None = None  # the graph that `program` runs; None: the captured one
     saved: int
     forward: int
     backward: int
@@ -102,6 +115,8 @@ class CallProgram:
     @property
     def program(self) -> Program:
         """The program, copies to the host included. O(steps)."""
+        if self.fused is not None:
+            return self.fused
         return self.on_host.program if self.on_host else self.order.program()
 
     @property
@@ -141,11 +156,11 @@ def call_programs(
         keep_all = keep_all or frontier.keep_all.peak
         further = offloading.extended(frontier, outside).candidates if offloading is not None else ()
         for candidate in (frontier.keep_all, *frontier.candidates, *further):
-            _add(found, candidate.order(), costs, HostCopies.of(candidate, costs, offloading))
+            order, on_host = candidate.order(), HostCopies.of(candidate, costs, offloading)
+            _add(found, judged(order, costs, on_host=on_host))
     for program in unbeaten(found.values()):
-        _add(found, saving_nothing(program.order), costs)
-    kept = thinned(unbeaten(found.values()))
-    return tuple(kept)
+        _add(found, judged(saving_nothing(program.order), costs))
+    return tuple(thinned(unbeaten(found.values())))
 
 
 def least_of(programs: Iterable[CallProgram]) -> CallProgram:
@@ -153,27 +168,34 @@ def least_of(programs: Iterable[CallProgram]) -> CallProgram:
     return min(programs, key=lambda p: (p.saved, max(p.forward, p.backward), p.time))
 
 
-def _add(
-    found: dict[object, CallProgram], order: Order, costs: Costs, on_host: HostCopies | None = None
-) -> None:
-    key = order.ops, order.split, on_host and on_host.program.steps
-    if key not in found:
-        found[key] = judged(order, costs, on_host=on_host)
+def _add(found: dict[object, CallProgram], program: CallProgram) -> None:
+    order, on_host = program.order, program.on_host
+    found.setdefault((order.ops, order.split, on_host and on_host.program.steps), program)
 
 
 def judged(
-    order: Order, costs: Costs, copies: Sequence[int] = (), held: int = 0, on_host: HostCopies | None = None
+    order: Order,
+    costs: Costs,
+    copies: Sequence[int] = (),
+    held: int = 0,
+    *,
+    on_host: HostCopies | None = None,
+    fused: Program | None = None,
+    another: Another | None = None,
 ) -> CallProgram:
     """Return the program that runs ops in `order`, with its bytes and seconds. O(steps).
 
     Args:
-        on_host: its copies to the host; None: it makes none.
-        copies: for each op, the bytes of copies of gradients into the traced strides; (): there are none.
+        costs: those of the graph that the program runs.
+        copies: for each op of that graph, the bytes of copies of gradients into the traced strides; (): there are none.
         held: bytes that autograd holds during the backward.
+        on_host: its copies to the host; None: it makes none.
+        fused: the order's ops in compiled groups; None: they run one by one.
+        another: what the graph that the program runs is to the captured graph; None: it is the captured graph.
     """
-    graph = order.layout.graph
+    program = fused or (on_host.program if on_host else order.program())
+    graph = program.layout.graph
     sizes = replace(costs.sizes, outside=0, root=0)
-    program = on_host.program if on_host else order.program()
     out, back = on_host.added if on_host else (0.0, 0.0)
     memory = live_bytes(program, sizes)
     tangents = sum(sizes.values[value] for value in graph.tangent_values)
@@ -181,17 +203,23 @@ def judged(
     read_late = {program.version_of[version] for step in program.steps[program.split :] for version in step.reads}
     before, after = memory.during[: program.split], memory.during[program.split :]
     backward = max(0, max(after, default=0) - memory.at_split)
+    outputs, inputs = read_late & made, read_late & graph.given
+    if another is not None:
+        outputs = {another.values[value] for value in outputs}
+        inputs = {another.values[value] for value in inputs & another.values.keys()}
     return CallProgram(
         order=order,
         on_host=on_host,
+        fused=fused,
+        another=another,
         saved=max(0, memory.at_split - tangents - sum(sizes.values[value] for value in made)),
         forward=max(before, default=0),
         backward=backward + held,
         copies=_with_copies(program, sizes, copies) - backward if any(copies) else 0,
-        time=costs.time_of(order.ops) + out + back,
-        forward_time=costs.time_of(order.ops[: order.split]) + out,
-        outputs=frozenset(read_late & made),
-        inputs=frozenset(read_late & graph.given),
+        time=costs.time(program) + out + back,
+        forward_time=costs.time_of(s.op for s in program.steps[: program.split] if s.op is not None) + out,
+        outputs=frozenset(outputs),
+        inputs=frozenset(inputs),
     )
 
 
@@ -266,10 +294,16 @@ def thinned(programs: list[CallProgram], most: int = MOST) -> list[CallProgram]:
 def moved(
     programs: Iterable[CallProgram], graph: StepGraph, costs: Costs, copies: Sequence[int] = (), held: int = 0
 ) -> Iterator[CallProgram]:
-    """Yield the programs for a graph with the same ops at other sizes: same orders of ops, new bytes and seconds."""
+    """Yield the programs for a graph with the same ops at other sizes: same orders of ops, new bytes and seconds.
+
+    Programs of another graph, which has one size, stay as they are.
+    """
     layouts: dict[int, Layout] = {}
     for program in programs:
+        if program.another is not None:
+            yield program
+            continue
         old = program.order.layout
         layout = layouts.setdefault(id(old), replace(old, graph=graph))
         on_host = program.on_host.at(costs) if program.on_host else None
-        yield judged(replace(program.order, layout=layout), costs, copies, held, on_host)
+        yield judged(replace(program.order, layout=layout), costs, copies, held, on_host=on_host)

@@ -50,6 +50,7 @@ class Node:
 
     graph: Any  # the graph that is called; None for the root, which is the beginning of the step
     programs: Programs = ()  # ways to run the graph, at the largest sizes of its calls
+    keep_all: CallProgram | None = None  # the one that recomputes nothing; None: the fastest of `programs`
     outputs: Mapping[int, int] = field(default_factory=dict)  # bytes of each output that the graph allocates, by value
     gradients: int = 0  # total bytes of the gradients that the backward of this graph call returns
     inputs: Mapping[int, int] = field(default_factory=dict)  # bytes of each input, by value
@@ -78,6 +79,11 @@ class Node:
         If the backward does not run, only the one that saves least, and copies nothing to the host.
         """
         return [least_of(program for program in self.programs if not program.hosted)] if self.idle else self.programs
+
+    @property
+    def everything(self) -> CallProgram:
+        """The program that recomputes nothing; if the backward does not run, the one that saves least."""
+        return self.choices[0] if self.idle or self.keep_all is None else self.keep_all
 
     def saved(self, program: CallProgram) -> int:
         """Return the bytes that a program saves for the backward, without outputs that the measured bytes include."""
@@ -312,8 +318,8 @@ def most_hosted(root: Node, mem: int) -> int:
 
 
 def keep_all(root: Node) -> int:
-    """Return the largest peak in bytes over all known paths if each call runs its fastest program; 0 without paths."""
-    return max((with_programs(path, [n.choices[0] for n in path]).peak for path in root.paths()), default=0)
+    """Return the largest peak in bytes over all known paths if nothing is recomputed; 0 without paths."""
+    return max((with_programs(path, [n.everything for n in path]).peak for path in root.paths()), default=0)
 
 
 def least(root: Node, host_mem: int | None = None) -> int:

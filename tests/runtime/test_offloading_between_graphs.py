@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fxremat
 from fxremat import FileTier, Offload, Search
-from fxremat.planning.paths import SizedPrograms
+from fxremat.planning.graph_programs import SizedPrograms
 from fxremat.runtime.calls import Call
 from fxremat.search.paths import Node
 from tests.dags import few
@@ -85,7 +85,7 @@ def test_no_more_waits_on_the_host_than_is_allowed(monkeypatch: pytest.MonkeyPat
     plans = ours._fxremat.backend.coordinator.plans
     copying, recomputing = program(1, 0, 1, 1, hosted=100), program(2, 1, 1, 1)
     at = SizedPrograms(
-        programs=[copying, recomputing], outputs={}, gradients=0, inputs={}, largest=0, layouts=[]
+        programs=[copying, recomputing], keep_all=recomputing, outputs={}, gradients=0, inputs={}, largest=0, layouts=[]
     )
     unknown = Node(None, programs=at.programs)
     assert plans.number(unknown, at, saved=0, hosted=limit - 100) == 0

@@ -1,0 +1,228 @@
+"""The programs of one captured graph of several: the ways to run it, among which a plan chooses at each call.
+
+    single ops    orders of ops with recomputations, also with copies of what is saved to the host
+    slices        the same of the graph with its largest ops in slices, where the user allows that
+    compiled      a few of the orders of single ops, with forward and backward compiled by Inductor: no other is used
+
+Slices and compiled kernels are for one size: graphs whose sizes change run single ops.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import sub
+
+import torch
+from torch import fx
+
+from fxremat.cost.calibrate import costs_of_phases
+from fxremat.cost.measure import measure
+from fxremat.fusion.joint import fused_program
+from fxremat.fusion.min_cut import least_traffic
+from fxremat.fusion.units import by_phase
+from fxremat.graphs.accounting import copied_gradients, device_of, held_beside_copies, largest_tensor
+from fxremat.graphs.captured import Captured, captured_of
+from fxremat.graphs.region import regions_of
+from fxremat.host.default import default_tier
+from fxremat.host.tier import HostTier
+from fxremat.options import Options
+from fxremat.planning.choosing import link_to
+from fxremat.planning.compiled import PHASES, compiled_anew, kernels_of
+from fxremat.planning.facts import facts_of
+from fxremat.planning.in_slices import ways_to_slice
+from fxremat.planning.step import Step
+from fxremat.planning.wishes import run_once, staying
+from fxremat.search.call_programs import (
+    Another,
+    CallProgram,
+    call_programs,
+    judged,
+    kept_outputs,
+    least_of,
+    moved,
+    thinned,
+    unbeaten,
+)
+from fxremat.search.candidate import Frontier
+from fxremat.step.costs import Costs, Link
+from fxremat.transfers.offloading import with_offloading
+
+log = logging.getLogger(__name__)
+
+SHARE = 0.1  # each graph may be searched for this fraction of the seconds that the user allows
+REMEMBERED = 64  # programs are cached for this many graphs
+COMPILED = 4  # orders of single ops that are compiled, at most, beside the one with the least memory traffic
+
+_known: OrderedDict[object, Sequence[CallProgram]] = OrderedDict()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedPrograms:
+    """The programs (ways to run forward and backward) of one graph, at certain input sizes."""
+
+    programs: Sequence[CallProgram]
+    keep_all: CallProgram  # single ops without recomputation, to which budgets in percent refer
+    outputs: Mapping[int, int]  # bytes of each output that the graph allocates, by value
+    gradients: int  # total bytes of the gradients that the graph's backward returns
+    inputs: Mapping[int, int]  # bytes of each input, by value
+    largest: int  # bytes of the largest tensor that the graph's ops allocate
+    layouts: Sequence[tuple[int, ...]]  # strides that the gradients of the graph's outputs had when it was traced
+
+    @property
+    def run_again(self) -> Sequence[CallProgram]:
+        """The programs for a call that runs again just before its backward: those that copy nothing to the host."""
+        return [program for program in self.programs if not program.on_host]
+
+    @classmethod
+    def of(
+        cls, graph: Captured, costs: Costs, programs: Sequence[CallProgram], keep_all: CallProgram
+    ) -> SizedPrograms:
+        """Return these programs, with the bytes of inputs, outputs and gradients at the sizes of `graph`."""
+        bytes_of = costs.sizes.values
+        as_traced, copies = _apart(graph, costs)
+        *found, everything = moved([*programs, keep_all], graph, as_traced, copies, _held(graph))
+        return cls(
+            programs=found,
+            keep_all=everything,
+            inputs={value: bytes_of[value] for value in map(graph.value_of.get, graph.primals) if value is not None},
+            largest=largest_tensor(graph),
+            layouts=[layout_of(node.meta.get("val")) for node in graph.tangent_nodes],
+            outputs={value: bytes_of[value] for value in kept_outputs(graph)},
+            gradients=sum(bytes_of[value] for value in graph.returned),
+        )
+
+
+def layout_of(value: object) -> tuple[int, ...]:
+    """Return the strides of a tensor, without those of dimensions of size 1; () for anything that is not a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return ()
+    return tuple(stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1)
+
+
+def _apart(graph: Captured, costs: Costs) -> tuple[Costs, Sequence[int]]:
+    """Return the costs without copies of gradients into the traced strides, and the bytes of these copies for each op.
+    """
+    copied = copied_gradients(graph, device_of(graph))
+    copies = [copied.get(op.index, 0) for op in graph.ops]
+    workspace = tuple(map(sub, costs.sizes.workspace, copies))
+    return replace(costs, sizes=replace(costs.sizes, workspace=workspace)), copies
+
+
+def _held(graph: Captured) -> int:
+    return held_beside_copies(graph, device_of(graph))
+
+
+@dataclass(frozen=True)
+class _Host:
+    """The host, as a place to which the programs of one graph may copy values."""
+
+    link: Link
+    limit: int | None  # bytes that may be there at a time; None: no limit
+    staying: frozenset[int]  # values that are not copied there
+
+    @classmethod
+    def of(cls, graph: Captured, tier: HostTier | None, options: Options) -> _Host | None:
+        if tier is None:
+            return None
+        return cls(link_to(tier, graph, options), options.host_limit, staying(graph, options.kept))
+
+    def extended(self, frontier: Frontier, costs: Costs) -> Frontier:
+        return with_offloading(frontier, replace(costs, staying=self.staying), self.link, self.limit)
+
+
+def tier_of(options: Options, device: torch.device) -> HostTier | None:
+    """Return the storage on the host to which graphs may copy activations; None: they may not."""
+    return (options.tier or default_tier(device)) if options.offloads else None
+
+
+def programs_of(
+    step: Step, costs: Costs, options: Options, tier: HostTier | None = None, *, resizable: bool = False
+) -> tuple[Sequence[CallProgram], CallProgram]:
+    """Return the programs of a graph, fastest first, and the one of single ops that recomputes nothing.
+
+    Those of single ops come from a cache if an equal graph had the same costs. `SizedPrograms.of` adapts their byte
+    counts to the graph's sizes.
+
+    Args:
+        costs: the costs of the graph's ops.
+        tier: the storage on the host to which programs may copy activations; None: they may not.
+        resizable: True if the graph is to run at other sizes too, as only single ops can.
+    """
+    alone = _of_single_ops(step.graph, costs, options, tier)
+    keep_all = alone[0]
+    if resizable:
+        return alone, keep_all
+    if options.compiles:
+        return tuple(unbeaten(_compiled(step, alone, costs, options))), keep_all
+    if options.slicing is None:
+        return alone, keep_all
+    return tuple(thinned(unbeaten([*alone, *_in_slices(step, options, keep_all, tier)]))), keep_all
+
+
+def _of_single_ops(
+    graph: Captured, costs: Costs, options: Options, tier: HostTier | None
+) -> Sequence[CallProgram]:
+    """Return the programs of a graph that run single ops, fastest first: at the first is nothing recomputed."""
+    costs, _ = _apart(graph, costs)
+    host = _Host.of(graph, tier, options)
+    key = graph.digest, costs.seconds, tuple(costs.sizes.values), tuple(costs.sizes.workspace), options.search, host
+    if key not in _known:
+        _known[key] = call_programs(graph.step, costs, effort=SHARE * options.search.seconds, offloading=host)
+        if len(_known) > REMEMBERED:
+            _known.popitem(last=False)
+    _known.move_to_end(key)
+    return _known[key]
+
+
+def _another(graph: Captured, base: Captured, costs: Costs) -> Another:
+    """Return what a rewritten graph is to the captured one, `base`: inputs and outputs correspond by their places."""
+    pairs = [*zip(graph.primals, base.primals, strict=True)]
+    outputs = zip(graph.forward_outputs, base.forward_outputs, strict=True)
+    pairs += [(a, b) for a, b in outputs if isinstance(a, fx.Node) and isinstance(b, fx.Node)]
+    values = {graph.value_of.get(a): base.value_of.get(b) for a, b in pairs}
+    return Another(costs=costs, values={a: b for a, b in values.items() if a is not None and b is not None})
+
+
+def _in_slices(
+    step: Step, options: Options, keep_all: CallProgram, tier: HostTier | None
+) -> Iterator[CallProgram]:
+    """Yield the programs of the graph with its largest ops in slices, in a few ways."""
+    for sliced in ways_to_slice(step.graph, max(keep_all.forward, keep_all.backward), options):
+        graph = sliced.joint
+        costs = facts_of(replace(step, graph=graph), options)
+        as_traced, copies = _apart(graph, costs)
+        another, host = _another(graph, step.graph, costs), _Host.of(graph, tier, options)
+        found = call_programs(graph, as_traced, effort=SHARE * options.search.seconds, offloading=host)
+        for one in found:
+            yield judged(one.order, as_traced, copies, _held(graph), on_host=one.on_host, another=another)
+
+
+def _compiled(
+    step: Step, alone: Sequence[CallProgram], costs: Costs, options: Options
+) -> Iterator[CallProgram]:
+    """Yield programs with forward and backward compiled, for some of the orders of single ops.
+
+    These are the fastest, the one that saves least, some in between, and the one with the least memory traffic. Bytes
+    and seconds are those of steps that have run.
+    """
+    graph = step.graph
+    by_bytes = sorted({id(one): one for one in (alone[0], least_of(alone), *alone)}.values(), key=lambda one: one.saved)
+    places = {round(k * (len(by_bytes) - 1) / (COMPILED - 1)) for k in range(COMPILED)}
+    chosen = [alone[0], least_of(alone), *(by_bytes[place] for place in sorted(places))]
+    orders = [replace(one.order, layout=replace(one.order.layout, graph=graph)) for one in chosen]
+    orders.append(least_traffic(graph, orders[0], run_once(graph, options.wishes)))
+    kernels = kernels_of(options)
+    distinct = {(order.ops, order.split): order for order in orders}.values()
+    programs = [order.program() for order in distinct]
+    fused = [fused_program(program, by_phase(program), kernels) for program in programs]
+    compiled_anew([captured_of(program.layout.graph) for program in fused])
+    for order, program in zip(distinct, fused, strict=True):
+        joint = captured_of(program.layout.graph)
+        whole = len(regions_of(joint.module.graph)) == PHASES
+        own = costs_of_phases(program, step.inputs, apart=True) if whole else measure(joint, step.inputs)
+        as_traced, copies = _apart(joint, own)
+        another = _another(joint, graph, own)
+        yield judged(order, as_traced, copies, _held(joint), fused=program, another=another)
