@@ -22,7 +22,7 @@ from torch import fx
 from fxremat.agreement import ALONE, Agreement
 from fxremat.budget import free_memory
 from fxremat.cost.made_up import value_like, weights_like
-from fxremat.cost.measure import UNBOUNDED, fresh_as_known, known_costs, peak_of, quiet_world
+from fxremat.cost.measure import UNBOUNDED, fresh_as_known, known_costs, peak_of, peaks_of, quiet_world
 from fxremat.cost.remembered import keep, of_ops, recall, remembered
 from fxremat.cost.walk import given_inputs
 from fxremat.device import Ability, kind_of
@@ -156,9 +156,8 @@ def costs_of_phases(program: Program, inputs: Sequence[Any] = (), *, apart: bool
     found = remembered("phases apart", [program], 5, partial(_phases, program, costs, inputs))
     took, peaks = (found[:2], found[2:]) if found else ((math.inf, math.inf), (UNBOUNDED,) * 3)
     seconds, workspace = [*costs.seconds], [*costs.sizes.workspace]
-    memory = live_bytes(program, costs.sizes)
-    during = memory.during
-    highest = (peaks[0], memory.at_split + peaks[2] if apart else peaks[1])
+    during = live_bytes(program, costs.sizes).during
+    highest = (peaks[0], peaks[2] if apart else peaks[1])
     for position, step in enumerate(program.steps):
         if step.op is None or joint.ops[step.op].kind is not Kind.REGION:
             continue
@@ -174,7 +173,7 @@ def costs_of_phases(program: Program, inputs: Sequence[Any] = (), *, apart: bool
 def _phases(program: Program, costs: Costs, inputs: Sequence[Any]) -> list[float] | None:
     """Return the seconds of forward and backward, and the peaks of the forward, of the step, and of the backward.
 
-    The peak of the backward is that above what is allocated when it begins. None: the program cannot run.
+    None: the program cannot run.
     """
     made = _Made.of(program, costs, inputs, alone=True)
     if made is None:
@@ -184,13 +183,10 @@ def _phases(program: Program, costs: Costs, inputs: Sequence[Any]) -> list[float
         primals, tangents = made.arguments()
         made.step(primals, tangents)  # tunes kernels, which may take more memory and time
         before = peak_of(partial(made.forward, list(primals)), made.device)[0]
-        peak = peak_of(partial(made.step, primals), made.device)[0]
-        held, arguments = made.between(primals)
-        behind = peak_of(partial(made.backward, arguments), made.device)[0]
-        del held
+        begun, behind = peaks_of(partial(made.between, primals), lambda held: made.backward(held[1]), made.device)
         forward = min(made.forward_seconds(primals) for _ in range(RUNS))
         whole = min(made.seconds(primals, tangents) for _ in range(RUNS))
-        return [forward, max(whole - forward, TICK), float(before), float(peak), float(behind)]
+        return [forward, max(whole - forward, TICK), float(before), float(max(begun, behind)), float(behind)]
 
     return _tried(run, made.device)
 

@@ -621,6 +621,30 @@ def peak_of(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
     return peak, result
 
 
+def peaks_of(first: Callable[[], Any], second: Callable[[Any], object], device: torch.device) -> tuple[int, int]:
+    """Run a call, and another on its result; return the peak of each, in bytes above what was allocated at the start.
+
+    What the second frees of the first counts as free, as it would not if the second were recorded by itself.
+    """
+    kind = kind_of(device)
+    if kind.recorded and not kind.can(Ability.STATISTICS):
+        _, alone = allocations(first, on_host=not kind.accelerator)
+        _, both = allocations(lambda: second(first()), on_host=not kind.accelerator)
+        levels, end = [*itertools.accumulate(both, initial=0)], len(alone)
+        begins = end if both[:end] == alone else 0  # else it is not known where the second begins
+        return max(itertools.accumulate(alone, initial=0)), max(levels[begins:])
+    kind.synchronize(device)
+    before = kind.allocated(device)
+    kind.forget_most(device)
+    result = first()
+    kind.synchronize(device)
+    peak = kind.most_allocated(device) - before
+    kind.forget_most(device)
+    second(result)
+    kind.synchronize(device)
+    return peak, kind.most_allocated(device) - before
+
+
 def _peak_by_statistics(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
     """Return what `peak_of` returns, from the allocator's own peak statistic, which is reset."""
     kind = kind_of(device)

@@ -2,7 +2,7 @@
 
     single ops    orders of ops with recomputations, also with copies of what is saved to the host
     slices        the same of the graph with its largest ops in slices, where the user allows that
-    compiled      a few of the orders of single ops, with forward and backward compiled by Inductor: no other is used
+    compiled      a few of the orders of single ops, with forward and backward compiled by Inductor
 
 Slices and compiled kernels are for one size: graphs whose sizes change run single ops.
 """
@@ -18,7 +18,7 @@ from operator import sub
 import torch
 from torch import fx
 
-from fxremat.cost.calibrate import costs_of_phases
+from fxremat.cost.calibrate import calibration, costs_of_phases
 from fxremat.cost.measure import measure
 from fxremat.fusion.joint import fused_program
 from fxremat.fusion.min_cut import least_traffic
@@ -28,6 +28,7 @@ from fxremat.graphs.captured import Captured, captured_of
 from fxremat.graphs.region import regions_of
 from fxremat.host.default import default_tier
 from fxremat.host.tier import HostTier
+from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.options import Options
 from fxremat.planning.choosing import link_to
 from fxremat.planning.compiled import PHASES, compiled_anew, kernels_of
@@ -156,10 +157,12 @@ def programs_of(
     if resizable:
         return alone, keep_all
     if options.compiles:
-        return tuple(unbeaten(_compiled(step, alone, costs, options))), keep_all
-    if options.slicing is None:
-        return alone, keep_all
-    return tuple(thinned(unbeaten([*alone, *_in_slices(step, options, keep_all, tier)]))), keep_all
+        others = list(_compiled(step, alone, options))
+        required = any(node.target in ALWAYS_COMPILED for node in step.graph.nodes)
+        alone = [] if required else _timed_as_a_whole(step, alone, costs)
+    else:
+        others = list(_in_slices(step, options, keep_all, tier))
+    return (tuple(thinned(unbeaten([*alone, *others]))) if others else alone), keep_all
 
 
 def _of_single_ops(
@@ -200,9 +203,14 @@ def _in_slices(
             yield judged(one.order, as_traced, copies, _held(graph), on_host=one.on_host, another=another)
 
 
-def _compiled(
-    step: Step, alone: Sequence[CallProgram], costs: Costs, options: Options
-) -> Iterator[CallProgram]:
+def _timed_as_a_whole(step: Step, alone: Sequence[CallProgram], costs: Costs) -> list[CallProgram]:
+    """Return programs of single ops with the seconds that they take one after the other, as compiled ones are timed."""
+    order = replace(alone[0].order, layout=replace(alone[0].order.layout, graph=step.graph))
+    factor = calibration(order.program(), costs, step.inputs)
+    return [replace(one, time=one.time * factor, forward_time=one.forward_time * factor) for one in alone]
+
+
+def _compiled(step: Step, alone: Sequence[CallProgram], options: Options) -> Iterator[CallProgram]:
     """Yield programs with forward and backward compiled, for some of the orders of single ops.
 
     These are the fastest, the one that saves least, some in between, and the one with the least memory traffic. Bytes

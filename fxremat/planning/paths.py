@@ -299,8 +299,10 @@ class PathPlans:
         """Return advice on what may need less memory, for error messages; "" if the first graph's end is not known."""
         if not self._broken_at:
             return ""
-        more = "" if self._options.offloads else "offload=True may need less; "
-        return f"{more}slices may need less, but need one graph, and this is broken at {self._broken_at}"
+        options = self._options
+        means = [name for name, used in (("offload=True", options.host), ("slices=True", options.slicing)) if not used]
+        others = f"{' or '.join(means)} may need less, and so may one graph" if means else "one graph may need less"
+        return f"{others}: this is broken at {self._broken_at}"
 
     def _floor(self, least: int) -> str:
         """Return what needs the least budget, for error messages; "" if it is not known."""

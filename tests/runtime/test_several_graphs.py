@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks import meter
-from fxremat import Search
+from fxremat import Search, Slices
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.runtime.called_graph import saved_calls
 from fxremat.torch_private import holds_gradients, is_profiled
@@ -273,7 +273,7 @@ def test_a_budget_that_is_too_small_leaves_no_gradient_and_says_what_would_do() 
 
 def test_a_budget_that_is_too_small_names_what_needs_most_and_what_may_help() -> None:
     needs = r"; there, \w+ \(.*test_several_graphs.py:\d+ in .*\) runs in the (forward|backward) of call \d \(\w+\)"
-    advice = r" no graph; offload=True may need less; slices may need less, but need one graph, .* broken at .*:\d+"
+    advice = r" no graph; offload=True or slices=True may need less, and so may one graph: this is broken at .*:\d+"
     ours = fxremat.compile(Branch(), mem="10%", search=QUICK)
     for _ in range(2):
         ours(rows()).backward()
@@ -306,10 +306,18 @@ def test_a_log_line_says_so_and_fullgraph_makes_it_an_error(caplog: pytest.LogCa
         strict(rows())
 
 
-@pytest.mark.parametrize("option", [{"slices": True}, {"backend": "inductor"}])
-def test_what_needs_one_graph_is_refused_by_name(option: dict[str, Any]) -> None:
-    ours = fxremat.compile(Talking(), mem="100%", search=QUICK, **option)
-    with pytest.raises(fxremat.CaptureError, match=rf"several graphs, but .*{next(iter(option))}.* needs one"):
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ({"count": "reserved", "mem": "1GiB"}, 'count="reserved"'),
+        ({"slices": Slices(drop_outputs=True)}, r"slices=Slices\(drop_outputs=True\)"),
+        ({"backend": "inductor", "slices": True}, 'backend="inductor" with slices'),
+        ({"backend": "inductor", "offload": True}, 'backend="inductor" with offload'),
+    ],
+)
+def test_what_needs_one_graph_is_refused_by_name(option: dict[str, Any], name: str) -> None:
+    ours = fxremat.compile(Talking(), **{"mem": "100%", "search": QUICK, **option})
+    with pytest.raises(fxremat.CaptureError, match=f"several graphs, but {name} needs one"):
         ours(rows())
     with pytest.raises(fxremat.CaptureError, match="a plan of a step that has not run needs one"):
         fxremat.plan(Talking(), rows(), mem="100%", search=QUICK)
