@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fxremat import Slices
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.runtime import torch_compile
 from fxremat.runtime.called_graph import current
@@ -132,7 +133,7 @@ def test_graphs_of_hooks_share_the_budget() -> None:
 
 def test_what_needs_one_graph_is_refused_by_name() -> None:
     """A part alone may be planned; a second would take the budget again."""
-    ours, _, _ = twins(nn.Sequential(Broken(as_it_is, blocks=2)), "100%", slices=fxremat.Slices(drop_outputs=True))
+    ours, _, _ = twins(nn.Sequential(Broken(as_it_is, blocks=2)), "100%", slices=Slices(drop_outputs=True))
     with pytest.raises(Exception, match=r"captured parts of it, and a call runs several.*slices=.*True\) needs one"):
         ours(rows())
     block = Block()
