@@ -31,6 +31,7 @@ from fxremat.passes.channels_last import convolve_channels_last
 from fxremat.passes.collectives import wait_at_once
 from fxremat.passes.detach import drop_detach
 from fxremat.passes.dropout import drop_as_eager
+from fxremat.passes.gradients import lay_out_gradients
 from fxremat.passes.in_place import note_overwriting
 from fxremat.passes.numbers import copy_views_by_number, refuse_symbols
 from fxremat.passes.seeded_dropout import draw_from_seeds
@@ -77,6 +78,7 @@ PASSES: Mapping[str, Pass] = {
         launch_as_ops,
         drop_running_statistics,
         reshape_gradients,
+        lay_out_gradients,
         drop_as_eager,
         draw_from_seeds,
         copy_views_by_number,
@@ -87,7 +89,10 @@ PASSES: Mapping[str, Pass] = {
     )
 }
 
-_FIRST = ("share", "wait_at_once", "drop_detach", "launch_as_ops", "drop_running_statistics", "reshape_gradients")
+_FIRST = (
+    *("share", "wait_at_once", "drop_detach", "launch_as_ops", "drop_running_statistics", "reshape_gradients"),
+    "lay_out_gradients",
+)
 _FOR_REGIONS = ("copy_views_by_number", "convolve_channels_last", "halve", "note_overwriting")
 _FOR_COMPILERS = ("wait_at_once", "drop_detach", "drop_running_statistics", "copy_views_by_number")
 _AS_GIVEN = (*_FOR_COMPILERS, "launch_as_ops")

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 SHARE = 0.1  # each graph may be searched for this fraction of the seconds that the user allows
 REMEMBERED = 64  # programs are cached for this many graphs
-COMPILED = 4  # orders of single ops that are compiled, at most, beside the one with the least memory traffic
+COMPILED = 3  # orders of single ops that are compiled, at most, beside the one with the least memory traffic
 
 _known: OrderedDict[object, Sequence[CallProgram]] = OrderedDict()
 

@@ -452,10 +452,10 @@ class Backend:
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         refuse_opaque(module.graph)
+        self._note_names(module.graph)
         as_eager = self._as_eager(module, num_fwd_outputs)
         alone = self.coordinator is not None and has_symbolic_sizes(module.graph)  # runs single ops at any size
         module = normalize(module, self._eager_passes() if alone else self._passes())
-        self._note_names(module.graph)
         self._any_layout = (alone or not self.options.compiles) and bear_any_layout(module.graph)
         graph = SymbolicGraph(module, num_fwd_outputs) if has_symbolic_sizes(module.graph) else None
         joint = graph.now() if graph else read_joint(module, num_fwd_outputs)

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from benchmarks.capture import joint_graph
 from fxremat.chains.schedule import Schedule
 from fxremat.graphs.captured import read_joint
+from fxremat.graphs.names import note_names
 from fxremat.graphs.overwriting import called
 from fxremat.linearize.lay_out import lay_out
 from fxremat.ops.gathered import Sharing, gather
@@ -67,12 +68,17 @@ def reduced(m: Model, x: Tensor, _: Tensor) -> Tensor:
     return m.linear(torch.ops._c10d_functional.wait_tensor(started)).sum()
 
 
+def channels_last(x: Tensor) -> Tensor:
+    return x.view(1, 2, 2, 3).permute(0, 3, 1, 2)
+
+
 MODELS: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "share": gathered,
     "wait_at_once": reduced,
     "drop_detach": lambda m, x, _: (m.linear(x).relu() * m.linear(x).detach()).sum(),
     "drop_running_statistics": lambda m, x, _: m.norm(m.linear(x)).sum(),
     "reshape_gradients": lambda m, x, _: m.linear(x).view(12),
+    "lay_out_gradients": lambda m, x, _: m.convolution(channels_last(x)).sum(),
     "halve_exactly": lambda m, x, _: m.norm(m.linear(x)).sum(),
     "drop_as_eager": lambda m, x, _: m.drop_all(m.dropout(m.linear(x))).sum(),
     "copy_views_by_number": row,
@@ -119,7 +125,10 @@ def two_ranks() -> Iterator[None]:
 
 
 def joint_of(name: str) -> tuple[fx.GraphModule, int]:
-    return joint_graph(Model(MODELS[name]).train(), torch.ones(4, 3), torch.tensor(2))
+    module, outputs = joint_graph(Model(MODELS[name]).train(), torch.ones(4, 3), torch.tensor(2))
+    inputs = [node for node in module.graph.find_nodes(op="placeholder") if isinstance(node.meta["val"], Tensor)]
+    note_names([(node, "convolution.weight" if node.meta["val"].dim() == 4 else None) for node in inputs], "Model")
+    return module, outputs
 
 
 CAPTURED_HERE = [name for name in PIPELINES["eager"] if name != "launch_as_ops"]  # a CPU captures no Triton kernel
