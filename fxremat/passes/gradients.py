@@ -7,8 +7,7 @@ copy is an op beside the one that computes the gradient, which is freed at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,8 +24,10 @@ def lay_out_gradients(graph: fx.Graph) -> None:
     (output,) = graph.find_nodes(op="output")
     tangents = tangents_in(graph)
     primals = [node for node in graph.find_nodes(op="placeholder") if node not in tangents]
-    given = cast(Sequence[Any], output.args[0])
-    results = list(given)
+    given = output.args[0]
+    if not isinstance(given, list | tuple):
+        return
+    results: list[Any] = list(given)
     for place, primal in enumerate(primals, len(results) - len(primals)):
         gradient = results[place]
         if not parameter_of(primal) or not isinstance(gradient, fx.Node) or gradient.op == "placeholder":
