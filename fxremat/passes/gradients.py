@@ -35,6 +35,8 @@ def lay_out_gradients(graph: fx.Graph) -> None:
         parameter, found = primal.meta.get("val"), gradient.meta.get("val")
         if not (isinstance(parameter, torch.Tensor) and isinstance(found, torch.Tensor)):
             continue
+        if parameter.layout is not torch.strided or found.layout is not torch.strided:
+            continue
         layout = next((one for one in FORMATS if _lies_as(parameter, one)), None)
         if layout is None or parameter.shape != found.shape or _alike(found, parameter):
             continue
