@@ -359,6 +359,7 @@ def main() -> None:
     given = [tuple(text.split("+")) for text in parser.parse_args().pair]
     if unknown := sorted({name for names in given for name in names} - set(FEATURES)):
         parser.error(f"no feature {', '.join(unknown)}; there are {', '.join(FEATURES)}")
+    given = [tuple(name for name in FEATURES if name in names) for names in given]
     torch.set_num_threads(1)
     cells = []
     for features in given or pairs():
