@@ -63,6 +63,21 @@ for mem in ("100%", "50%", "40%", "min"):
 print(json.dumps(rows))
 """
 
+BY_OTHER_MEANS = """
+x = torch.randn(4096, 256, device="cuda")
+rows = []
+for options in (dict(offload=True), dict(slices=True), dict(backend="inductor")):
+    for mem in ("50%", "min"):
+        torch._dynamo.reset()
+        model = fxremat.compile(Broken().cuda(), mem=mem, search=fxremat.Search(seconds=0.0), **options)
+        for _ in range(4):
+            model.zero_grad(set_to_none=True)
+            model(x).backward()
+        used = [call.program.hosted > 0 or call.program.another is not None for call in model.plan.calls]
+        rows.append((model.plan.budget, model.plan.predicted_peak, peak(model, x), any(used)))
+print(json.dumps(rows))
+"""
+
 AUTO = """
 x = torch.randn(20000, 256, device="cuda")
 model = fxremat.compile(Broken().cuda(), mem="auto", search=fxremat.Search(seconds=0.0))
@@ -94,6 +109,16 @@ def test_the_budget_holds_and_the_prediction_is_close(release: str, tmp_path: Pa
         assert max(measured) <= budget
         assert predicted * (1 - RELEASES[release]) <= max(measured) <= predicted * 1.001
     assert rows[0][0] > 2 * rows[1][2] > 3 * rows[3][2]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_budgets_hold_by_other_means(release: str, tmp_path: Path) -> None:
+    rows = json.loads(output_of(release, BY_OTHER_MEANS, tmp_path))
+    assert len(rows) == 6
+    for budget, predicted, measured, _ in rows:
+        assert measured <= budget
+        assert predicted * (1 - 2 * RELEASES[release]) <= measured <= predicted * 1.001
+    assert [any(used for *_, used in rows[place : place + 2]) for place in (0, 2, 4)] == [True] * 3
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -15,6 +15,7 @@ from fxremat import FileTier, Offload, Search
 from fxremat.planning.graph_programs import SizedPrograms
 from fxremat.runtime.calls import Call
 from fxremat.search.paths import Node
+from fxremat.torch_private import holds_gradients
 from tests.dags import few
 from tests.runtime.test_several_graphs import (
     DEPTHS,
@@ -45,7 +46,8 @@ def test_the_budget_holds_and_the_prediction_is_exact(mem: str) -> None:
     assert f"offloads          {fxremat.units.format_bytes(ours.plan.hosted)} of what" in str(ours.plan)
     measured = peak_of(ours, x)
     assert measured <= ours.plan.budget
-    assert measured <= ours.plan.predicted_peak <= 1.005 * measured
+    slack = x.nbytes if holds_gradients() else 0  # for the liveness of each gradient is not followed
+    assert measured <= ours.plan.predicted_peak <= 1.005 * measured + slack
     assert nothing_is_saved()
 
 
