@@ -171,9 +171,12 @@ def _of_single_ops(
     """Return the programs of a graph that run single ops, fastest first: at the first is nothing recomputed."""
     costs, _ = _apart(graph, costs)
     host = _Host.of(graph, tier, options)
-    key = graph.digest, costs.seconds, tuple(costs.sizes.values), tuple(costs.sizes.workspace), options.search, host
+    once = run_once(graph, options.wishes)
+    sizes = tuple(costs.sizes.values), tuple(costs.sizes.workspace)
+    key = graph.digest, costs.seconds, sizes, options.search, host, once
     if key not in _known:
-        _known[key] = call_programs(graph.step, costs, effort=SHARE * options.search.seconds, offloading=host)
+        effort = SHARE * options.search.seconds
+        _known[key] = call_programs(graph.step, costs, effort=effort, offloading=host, once=once)
         if len(_known) > REMEMBERED:
             _known.popitem(last=False)
     _known.move_to_end(key)
@@ -198,8 +201,8 @@ def _in_slices(
         costs = facts_of(replace(step, graph=graph), options)
         as_traced, copies = _apart(graph, costs)
         another, host = _another(graph, step.graph, costs), _Host.of(graph, tier, options)
-        found = call_programs(graph, as_traced, effort=SHARE * options.search.seconds, offloading=host)
-        for one in found:
+        effort, once = SHARE * options.search.seconds, run_once(graph, options.wishes)
+        for one in call_programs(graph, as_traced, effort=effort, offloading=host, once=once):
             yield judged(one.order, as_traced, copies, _held(graph), on_host=one.on_host, another=another)
 
 

@@ -26,7 +26,6 @@ from fxremat.graphs.nodes import tensors_of
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.settings import Wish
 from fxremat.step.costs import Costs
-from fxremat.step.program import Order
 
 aten = torch.ops.aten
 
@@ -51,10 +50,15 @@ INDEXING = {
 
 def run_once(graph: Captured, never_again: Sequence[Wish]) -> frozenset[int]:
     """Return the forward ops that must not be recomputed. O(ops)."""
-    wished = {op.index for op in graph.forward_ops if any(_is_meant(graph, op.index, wish) for wish in never_again)}
-    wished |= {op.index for op in graph.forward_ops if graph.nodes[op.index].meta.get("recompute") in PINNED}
     decided = set(_decisions(graph)) if kind_of(device_of(graph)).of_cuda else set()
-    return frozenset(wished | decided)
+    return wished(graph, never_again) | decided
+
+
+def wished(graph: Captured, never_again: Sequence[Wish]) -> frozenset[int]:
+    """Return the forward ops that the user, or selective checkpointing, does not want to be recomputed. O(ops)."""
+    named = {op.index for op in graph.forward_ops if any(_is_meant(graph, op.index, wish) for wish in never_again)}
+    marked = {op.index for op in graph.forward_ops if graph.nodes[op.index].meta.get("recompute") in PINNED}
+    return frozenset(named | marked)
 
 
 def staying(graph: Captured, keep: Sequence[Wish]) -> frozenset[int]:
@@ -127,7 +131,7 @@ def dear(costs: Costs, once: Iterable[int]) -> Costs:
 
 def obedient(candidates: Iterable[Candidate], once: frozenset[int]) -> tuple[Candidate, ...]:
     """Return the candidates that run each of the ops `once` only once. O(steps) per candidate."""
-    return tuple(candidate for candidate in candidates if not _repeats(candidate.order(), once))
+    return tuple(candidate for candidate in candidates if not candidate.order().repeats(once))
 
 
 def fair(frontier: Frontier, costs: Costs, once: frozenset[int]) -> Frontier:
@@ -139,13 +143,3 @@ def fair(frontier: Frontier, costs: Costs, once: frozenset[int]) -> Frontier:
     price = STEPS * sum(costs.seconds) * len(once)
     left = Frontier(keep_all=frontier.keep_all, candidates=obedient(frontier.candidates, once))
     return left.each(lambda candidate: replace(candidate, time=candidate.time - price))
-
-
-def _repeats(order: Order, once: frozenset[int]) -> bool:
-    seen: set[int] = set()
-    for op in order.ops:
-        if op in once:
-            if op in seen:
-                return True
-            seen.add(op)
-    return False

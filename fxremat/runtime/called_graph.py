@@ -78,6 +78,7 @@ class CalledGraph:
         programs: the programs of `joint`, fastest first.
         keep_all: the program of single ops that recomputes nothing.
         tier: the name of the host tier to which programs copy values; "": they copy none.
+        may_run_again: False if the forward has an op that is not to run again, so that what is saved stays.
     """
 
     def __init__(
@@ -88,6 +89,8 @@ class CalledGraph:
         programs: Sequence[CallProgram],
         keep_all: CallProgram,
         tier: str = "",
+        *,
+        may_run_again: bool = True,
     ) -> None:
         self.joint, self.costs = joint, costs
         self._sizes = symbolic
@@ -101,7 +104,7 @@ class CalledGraph:
         now = symbolic.dims if symbolic else ()
         self._at: dict[Dims, SizedPrograms] = {now: SizedPrograms.of(joint, costs, programs, keep_all)}
         self.random = any(op.random for op in joint.ops)
-        self.runs_again = runs_again(joint)
+        self.runs_again = may_run_again and runs_again(joint)
         self.output_values = [
             joint.value_of.get(node) if isinstance(node, fx.Node) else None for node in joint.forward_outputs
         ]

@@ -54,6 +54,7 @@ from fxremat.planning.means import seen_before
 from fxremat.planning.sizes import PlansOfSizes, SizedStep
 from fxremat.planning.step import Step, TrainedParameters, named
 from fxremat.planning.surveys import order_within_limit
+from fxremat.planning.wishes import wished
 from fxremat.plans import Plan
 from fxremat.profiles import enough
 from fxremat.progress import telling
@@ -529,7 +530,9 @@ class Backend:
                 raise NotSymbolic("a result that lies otherwise than traced") from None
             tier = tier_of(self.options, device_of(joint))
             programs, keep_all = programs_of(step, costs, self.options, tier, resizable=graph is not None)
-        return CalledGraph(joint, graph, costs, programs, keep_all, tier.name if tier else "")
+        may_run_again = not wished(joint, self.options.wishes)
+        name = tier.name if tier else ""
+        return CalledGraph(joint, graph, costs, programs, keep_all, name, may_run_again=may_run_again)
 
     def _check_layouts(self, step: Step, *, symbolic: bool = False) -> None:
         """Measure a step that is only captured, and check that results have the strides that they were traced with.

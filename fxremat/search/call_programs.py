@@ -14,7 +14,7 @@ between. So a program of such a graph has these numbers, with bytes above those 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -30,6 +30,7 @@ from fxremat.step.step_graph import StepGraph
 # recomputation
 PAUSES = (0.0, 0.5, 2.0)
 MOST = 48  # number of programs kept for a graph
+DEAR = 10.0  # an op that is not to run again counts as this many times the seconds of all ops in a search
 EFFORT = 0.3  # seconds of op-by-op search for each of the `PAUSES`
 
 
@@ -137,7 +138,12 @@ class CallProgram:
 
 
 def call_programs(
-    graph: StepGraph, costs: Costs, *, effort: float = EFFORT, offloading: Offloading | None = None
+    graph: StepGraph,
+    costs: Costs,
+    *,
+    effort: float = EFFORT,
+    offloading: Offloading | None = None,
+    once: frozenset[int] = frozenset(),
 ) -> tuple[CallProgram, ...]:
     """Return the Pareto-optimal ways to run one of the graphs that a step calls, fastest first; at most `MOST`.
 
@@ -147,20 +153,30 @@ def call_programs(
 
     Args:
         offloading: the host to which programs may copy values; None: they may not.
+        once: forward ops that are not to run again.
     """
     found: dict[object, CallProgram] = {}
     keep_all = 0
+    searched = costs if not once else replace(costs, seconds=_dear(costs.seconds, once))
     for pause in PAUSES:
-        outside = replace(costs, sizes=replace(costs.sizes, outside=int(pause * keep_all), root=0))
+        outside = replace(searched, sizes=replace(costs.sizes, outside=int(pause * keep_all), root=0))
         frontier = survey(graph, outside, effort=effort)
         keep_all = keep_all or frontier.keep_all.peak
         further = offloading.extended(frontier, outside).candidates if offloading is not None else ()
         for candidate in (frontier.keep_all, *frontier.candidates, *further):
-            order, on_host = candidate.order(), HostCopies.of(candidate, costs, offloading)
+            order, on_host = candidate.order(), HostCopies.of(candidate, searched, offloading)
+            if order.repeats(once):
+                continue
             _add(found, judged(order, costs, on_host=on_host))
     for program in unbeaten(found.values()):
-        _add(found, judged(saving_nothing(program.order), costs))
+        _add(found, judged(saving_nothing(program.order, once), costs))
     return tuple(thinned(unbeaten(found.values())))
+
+
+def _dear(seconds: Sequence[float], once: Set[int]) -> tuple[float, ...]:
+    """Return the seconds of ops with those of `once` raised so far that a search avoids to run them again."""
+    price = DEAR * sum(seconds)
+    return tuple(second + (price if op in once else 0.0) for op, second in enumerate(seconds))
 
 
 def least_of(programs: Iterable[CallProgram]) -> CallProgram:
@@ -235,11 +251,14 @@ def kept_outputs(graph: StepGraph) -> frozenset[int]:
     return graph.kept_outputs - graph.given
 
 
-def saving_nothing(order: Order) -> Order:
+def saving_nothing(order: Order, once: Set[int] = frozenset()) -> Order:
     """Return an order that saves nothing: its backward recomputes all the forward values that it reads.
 
     The forward is the captured one. In the backward, ops come in the given order, and forward ops are left out
     whose results are not read later. O(ops).
+
+    Args:
+        once: forward ops that are not to run again; their results are saved.
     """
     graph = order.layout.graph
     pinned, wanted, kept = graph.pinned, set[int](), list[int]()
@@ -248,7 +267,7 @@ def saving_nothing(order: Order) -> Order:
         if op.backward:
             wanted |= set(op.reads)
             kept.append(number)
-        elif not wanted.isdisjoint(value for value in op.again_writes if value not in pinned):
+        elif number not in once and not wanted.isdisjoint(value for value in op.again_writes if value not in pinned):
             wanted -= set(op.again_writes)
             wanted |= set(op.again_reads)
             kept.append(number)

@@ -12,7 +12,7 @@ The schedule decides which values can be read. A version is freed right after it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -125,6 +125,11 @@ class Order:
                 replay.split = position
             replay.run(op, block, pinned)
         return replay.whole_program()
+
+    def repeats(self, some: Set[int]) -> bool:
+        """Tell whether one of these ops runs more than once. O(steps)."""
+        ran = [op for op in self.ops if op in some]
+        return len(ran) > len(set(ran))
 
 
 def order_of(layout: Layout, schedule: Schedule) -> Order:

@@ -283,6 +283,26 @@ def test_a_budget_that_is_too_small_names_what_needs_most_and_what_may_help() ->
         fxremat.compile(Branch(), mem=1000, search=QUICK)(rows())
 
 
+def is_gelu(node: torch.fx.Node) -> bool:
+    return "gelu" in str(node.target)
+
+
+def test_what_is_never_to_run_again_does_not() -> None:
+    """Neither by a program of the plan, nor where what a call has saved would be let go."""
+    free, _ = twins(mem="min")
+    ours, plain = twins(mem="min", never_again=is_gelu)
+    for seed in range(4):
+        a_step(free, rows(seed=seed))
+        assert_equal_steps(ours, plain, rows(seed=seed))
+    again = [[call.graph.ops[op].name for op in call.program.order.ops] for call in ours.plan.calls]
+    assert all(names.count("gelu") <= 1 for names in again)
+    assert any("gelu" in names for names in again)
+    assert ours.plan.minimum > free.plan.minimum
+    nodes = [node for node in ours._fxremat.backend.coordinator.plans.root.walk() if node.graph]
+    assert any(not node.graph.runs_again for node in nodes)
+    assert peak_of(ours, rows()) <= ours.plan.budget
+
+
 class Talking(nn.Module):
     def __init__(self) -> None:
         super().__init__()
