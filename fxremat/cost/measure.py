@@ -412,6 +412,7 @@ def measured(node: fx.Node, call: Call, device: torch.device, *, fresh: bool = F
         seconds = seconds_of(_in_step(call), device, fixed=fixed)
         largest = fullest(node, call)
         peak, result = peak_of(largest, device)
+        peak = max([peak, *(peak_of(other, device)[0] for other in in_other_layouts(call))])
         cost = _cost(seconds, peak, result, device, new=True)
         return cost, result if largest is call else call()
     seconds, peak = _on_a_copy(call, device, fixed=fixed)
@@ -487,6 +488,31 @@ def fullest(node: fx.Node, call: Call) -> Call:
     place = next(k for k, a in enumerate(node.target._schema.arguments) if a.name == "bag_size")
     args = [torch.ones_like(value) if k == place else value for k, value in enumerate(call.args)]
     return Call(call.target, tuple(args), call.kwargs)
+
+
+def in_other_layouts(call: Call) -> Iterator[Call]:
+    """Yield a convolution on its values in the other layouts that they may have in a step, which take other kernels.
+
+    Where all dimensions beside batch and channels are 1, or there is one channel, values are contiguous and in
+    channels_last at once. Which of the two a convolution works in, it then reads from the strides of dimensions of size
+    1, which depend on the kernels before it.
+    """
+    count = {aten.convolution.default: 1, aten.convolution_backward.default: 2}.get(call.target, 0)
+    values = [_strides_of_both(value) for value in call.args[:count]]
+    here = tuple(value.stride() for value in call.args[:count])
+    for strides in itertools.product(*values) if count else ():
+        if strides != here:
+            laid = [x.as_strided(x.shape, one) for x, one in zip(call.args, strides, strict=False)]
+            yield Call(call.target, (*laid, *call.args[count:]), call.kwargs)
+
+
+def _strides_of_both(value: torch.Tensor) -> list[tuple[int, ...]]:
+    """Return the strides of a value, and those of both layouts if it is contiguous and in channels_last at once."""
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim())
+    if layout is None or not (value.is_contiguous() and value.is_contiguous(memory_format=layout)):
+        return [value.stride()]
+    like = torch.empty_like(value, device="meta", memory_format=torch.contiguous_format)
+    return [like.stride(), torch.empty_like(like, memory_format=layout).stride()]
 
 
 def _cost(seconds: float, peak: int, result: Any, device: torch.device, *, new: bool) -> OpCost:

@@ -107,6 +107,22 @@ def test_the_budget_holds_for_bags_that_were_empty_when_it_was_planned() -> None
     assert len(module.fxremat.plans) == 1
 
 
+def test_the_budget_holds_for_convolutions_of_values_in_two_layouts_at_once() -> None:
+    """Equal convolutions of a height and width of 1 take other kernels where other kernels have come before."""
+
+    def both(m: Any, x: Tensor) -> Tensor:
+        x = m.last(m.wide(m.first(x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return m.again(F.gelu(x) * 2).square().mean()
+
+    wide, again = (nn.Conv2d(64, 64, 7, padding=3, groups=64) for _ in range(2))
+    model = Layers(both, first=nn.Linear(64, 64), wide=wide, last=nn.Linear(64, 64), again=again)
+    x = torch.randn(2, 1, 1, 64)
+    module = fxremat.compile(model, "min", example_inputs=x, **FAST)
+    module(x).backward()
+    module.zero_grad()
+    assert peak_bytes(lambda: module(x).backward()) <= module.plan.budget
+
+
 # --- no refusals ------------------------------------------------------------------------------------------
 
 
