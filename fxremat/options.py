@@ -434,8 +434,6 @@ class Options:
             self._set("mem", self.saved.budget)
 
     def _check_backend(self) -> None:
-        if self.compiles and self.hosts_weights:
-            raise FxrematError('backend="inductor" keeps weights on the device: Offload(weights=True) goes without it')
         if self.compiles and self.offloads_by_chain:
             raise FxrematError(f'backend="inductor" offloads by solver="auto"; it does not go with {self.solver!r}')
         if self.compiles and not self.measures:

@@ -138,6 +138,15 @@ def with_updates_inside(joint: Captured, trained: Set[int]) -> Captured:
     )
 
 
+def without_updates_inside(joint: Captured) -> Captured:
+    """Return the graph that `with_updates_inside` was given: one that returns the gradients of all parameters."""
+    outputs = list(joint.backward_outputs)
+    for place, primal in enumerate(inputs_of(joint)[: len(outputs)]):
+        outputs[place] = joint.update_nodes.get(joint.value_of[primal], outputs[place])
+    returned = joint.returned | {joint.value_of[node] for node in joint.update_nodes.values()}
+    return replace(joint, backward_outputs=tuple(outputs), returned=returned, updates_of={}, update_nodes={})
+
+
 def _is_scalar(node: fx.Node) -> bool:
     return any(tensor is not None and tensor.numel() == 1 for tensor in tensors_of(node))
 

@@ -23,7 +23,9 @@ from time import monotonic
 from fxremat.cost.calibrate import costs_of_phases, has_room, peak_of_step, seconds_of_steps
 from fxremat.cost.measure import UNBOUNDED, known_costs, measure
 from fxremat.cost.remembered import keep, of_ops, recall
+from fxremat.cost.updates import units_of, with_own_sizes
 from fxremat.device import kind_of
+from fxremat.errors import BudgetTooSmall
 from fxremat.fusion.joint import fused_program
 from fxremat.fusion.min_cut import least_traffic
 from fxremat.fusion.units import (
@@ -39,12 +41,12 @@ from fxremat.fusion.units import (
     worth_compiling,
 )
 from fxremat.graphs.accounting import device_of, op_keys
-from fxremat.graphs.captured import Captured, captured_of
+from fxremat.graphs.captured import Captured, captured_of, with_updates_inside, without_updates_inside
 from fxremat.graphs.region import Kernels, Region, compile_all, regions_of
 from fxremat.ops.decompositions import DECOMPOSITIONS
 from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.options import Options
-from fxremat.planned_step import Compiled
+from fxremat.planned_step import Compiled, WeightBudget
 from fxremat.planning.facts import with_loss
 from fxremat.planning.frontier_cache import NO_GRAPH, key_of
 from fxremat.planning.judged import Judged, shares_of
@@ -56,11 +58,13 @@ from fxremat.plans import Plan
 from fxremat.progress import progress
 from fxremat.search.candidate import Candidate, Frontier, exchanged
 from fxremat.settings import Inductor
+from fxremat.step.costs import Link
 from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program
 from fxremat.step.step_graph import StepGraph
 from fxremat.transfers.activations import least_size
 from fxremat.transfers.offloading import Source
+from fxremat.transfers.weight_updates import best_within
 from fxremat.units import format_seconds
 
 log = logging.getLogger(__name__)
@@ -180,6 +184,8 @@ class _Search:
         """
         rivals, key, device = [*in_regions, *alone], self._key_of_ops("factor"), device_of(self._plan.graph)
         foreseen = [rival.time for rival in rivals]
+        if self._plan.weights is not None:  # running a step would update them
+            return foreseen
         known = recall(device, key, 1)
         if known is None and in_regions and alone:
             programs, costs = [rival.program for rival in rivals], [rival.costs for rival in rivals]
@@ -320,6 +326,9 @@ class _Search:
         """
         joint, largest = self._plan.graph, inf if self._plan.link else ABOVE * self._budget
         near = [one.without_transfers for one in candidates if one.peak <= largest and one.layout.graph is joint]
+        if self._plan.weights is not None:  # faster ones leave no room for the weights
+            seconds = self._single.time(self._plan.chosen.without_transfers.program())
+            near = [one for one in near if self._single.time(one.program()) >= seconds * (1 - LITTLE)]
         found: list[Judged] = []
         for cut in CUTS:
             needed = cut is CUTS[0] or not (found or self._fits_op_by_op)
@@ -341,7 +350,7 @@ class _Search:
             alone = self._plan.link is None  # no value can leave for the host
             if alone and max(unit_bytes(program, sizes, units)) > budget:
                 continue
-            fused = fused_program(program, units, self._kernels)
+            fused = self._fused(program, units)
             if alone and live_bytes(fused, known_costs(captured_of(fused.layout.graph)).sizes).peak > budget:
                 continue
             seconds = _seconds_of_compiling(fused)
@@ -361,7 +370,11 @@ class _Search:
         """Return the program with as many values on the host as makes it fit; as it is if it fits, or none may leave.
         """
         link, budget = self._plan.link, self._budget
-        if link is None or judged.peak <= budget or judged.transfers:
+        if link is None or judged.transfers:
+            return judged
+        if self._plan.weights is not None:
+            return self._with_weights(judged, self._plan.weights, link)
+        if judged.peak <= budget:
             return judged
         source = Source.of(judged.fused, judged.costs, least_size(self._plan.keep_all_peak))
         ways = source.within(budget, link, self._options.host_limit, inf)
@@ -370,6 +383,64 @@ class _Search:
             return judged
         result = best.performed(judged.costs)
         return replace(judged, program=result.program, peak=result.memory.peak, transfers=result)
+
+    def _with_weights(self, judged: Judged, known: WeightBudget, link: Link) -> Judged:
+        """Return the program with updates of weights, and with as little on the host as makes it fit.
+
+        Args:
+            known: the figures of the op-by-op plan.
+        """
+        trained, joint = self._step.trained, judged.joint
+        assert trained is not None
+        there = self._weights_in(joint)
+        costs = with_own_sizes(joint, judged.costs)
+        numbers = {there[value]: number for value, number in trained.numbers.items()}
+        units = units_of(joint, trained.optimizer, costs, numbers=numbers, later=known.later)
+        settled = None if trained.settled is None else frozenset(there[value] for value in trained.settled)
+        alone = judged.fused
+        try:
+            best = best_within(
+                Frontier(keep_all=alone, candidates=(alone,)),
+                units,
+                costs,
+                link,
+                self._budget,
+                settled=settled,
+                values_too=self._options.offloads,
+                host_mem=self._options.host_limit,
+            )
+        except BudgetTooSmall as error:
+            return replace(judged, peak=error.minimum)
+        result, here = best.candidate.transfers, {other: value for value, other in there.items()}
+        assert result is not None
+        weights = replace(
+            known,
+            handles=replace(known.handles, numbers=numbers),
+            minimum=min(known.minimum, best.minimum),
+            hosted=frozenset(here[value] for value in best.choice.hosted),
+            step_bytes=best.step_bytes,
+        )
+        return replace(
+            judged, program=result.program, costs=costs, peak=best.peak, transfers=result, weights=weights
+        )
+
+    def _fused(self, program: Program, units: Units) -> Program:
+        """Return the program with each unit as one op; the graph of its units updates the same weights."""
+        if self._step.trained is None:
+            return fused_program(program, units, self._kernels)
+        free = without_updates_inside(self._plan.captured)
+        fused = fused_program(
+            replace(program, layout=replace(program.layout, graph=free)), units, self._kernels
+        )
+        joint = captured_of(fused.layout.graph)
+        there = self._weights_in(joint)
+        updated = with_updates_inside(joint, {there[value] for value in self._plan.captured.updates_of})
+        return replace(fused, layout=replace(fused.layout, graph=updated))
+
+    def _weights_in(self, joint: Captured) -> dict[int, int]:
+        """Return value in the captured graph -> value in the graph of units, for all inputs."""
+        pairs = zip(self._plan.captured.primals, joint.primals, strict=True)
+        return {self._plan.captured.value_of[one]: joint.value_of[other] for one, other in pairs}
 
     def _in_units(
         self, candidates: Iterable[Candidate], cut: Cut
@@ -463,7 +534,7 @@ class _Search:
             ops=sum(region.count for region in regions),
             seconds=self._compiling,
         )
-        return replace(self._plan, chosen=candidate, compiled=compiled)
+        return replace(self._plan, chosen=candidate, compiled=compiled, weights=judged.weights)
 
     def _judged(self, candidate: Candidate, units: Units, fused: Program | None = None) -> Judged:
         """Compile and measure those compiled groups of a program that are new.
@@ -473,7 +544,7 @@ class _Search:
         Args:
             fused: the program with each unit as one op, if it was made already.
         """
-        fused = fused or fused_program(candidate.program(), units, self._kernels)
+        fused = fused or self._fused(candidate.program(), units)
         joint = captured_of(fused.layout.graph)
         began = monotonic()
         compiled_anew([joint])
@@ -496,8 +567,11 @@ class _Search:
     def _runs_within(self, judged: Judged) -> bool:
         """Tell whether one run of the step on its real inputs stays within the budget; log if it does not.
 
-        If the device has too little free memory for the run, the predicted peak is trusted.
+        If the device has too little free memory for the run, the predicted peak is trusted, and so it is where running
+        the step would update weights.
         """
+        if judged.weights is not None:
+            return True
         step = judged.program, judged.costs, self._step.inputs
         peak = peak_of_step(*step, self._tier)
         if not has_room(*step) if peak is None else peak <= self._plan.budget:

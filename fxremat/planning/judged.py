@@ -9,6 +9,7 @@ from fxremat.fusion.units import Units, is_pointwise, ops_of
 from fxremat.graphs.accounting import op_keys
 from fxremat.graphs.captured import Captured, captured_of
 from fxremat.passes.lower_as_one import GROUP
+from fxremat.planned_step import WeightBudget
 from fxremat.search.candidate import Candidate
 from fxremat.step.costs import Costs
 from fxremat.step.program import Program
@@ -28,6 +29,7 @@ class Judged:
     peak: int  # bytes
     single: Costs  # costs of the ops when they run one by one
     transfers: ProgramWithTransfers | None = None  # `program` with its copies to the host, if it makes any
+    weights: WeightBudget | None = None  # the figures of its updates of weights, if it makes any
 
     @property
     def fused(self) -> Candidate:

@@ -31,7 +31,7 @@ from fxremat.planning import compiled, judged
 from fxremat.plans import Plan
 from fxremat.search.candidate import Frontier
 from fxremat.search.survey import survey
-from fxremat.settings import Inductor, Offload
+from fxremat.settings import Inductor
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import Sizes
 from fxremat.step.program import Program
@@ -39,7 +39,6 @@ from fxremat.store import Store
 from tests.dags import estimated
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-HOSTED = Offload(weights=True)
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 4e-2}  # tolerance of gradients, relative to the largest of a parameter
 
 
@@ -465,10 +464,6 @@ def test_regions_in_slices_run_as_they_are_between_compiled_ones() -> None:
     assert largest_error(gradients(model, call, given), gradients(plain, plain, given)) < 1e-3
 
 
-def sgd() -> torch.optim.Optimizer:
-    return torch.optim.SGD([torch.zeros(2)], lr=0.1)
-
-
 def test_a_second_plan_in_slices_begins_with_what_the_first_has_learned() -> None:
     tokens = torch.randint(0, WORDS, (4, 40))
     for mem in ("36.5%", "36.2%"):  # less than recomputing needs
@@ -483,7 +478,6 @@ def test_a_second_plan_in_slices_begins_with_what_the_first_has_learned() -> Non
     ("options", "message"),
     [
         (lambda: {"backend": "triton"}, "backend is 'triton'; it is one of eager, inductor"),
-        (lambda: {"backend": "inductor", "offload": HOSTED, "optimizer": sgd()}, "keeps weights on the device"),
         (lambda: {"backend": "inductor", "offload": True, "solver": "pofo"}, "does not go with 'pofo'"),
         (lambda: {"backend": "inductor", "costs": "estimate"}, 'goes with costs="measure"'),
         (lambda: {"backend": Inductor(random="numpy")}, "random is 'numpy'; it is None or one of inductor, eager"),
