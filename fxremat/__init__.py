@@ -155,6 +155,8 @@ _LATER = {  # public names that need torch or numba -> module that each is impor
     "solve": "fxremat.solvers",
 }
 
+_MODULES = ("integrations", "passes")  # public modules, imported when their name is first used
+
 
 def __getattr__(name: str) -> Any:
     """Import a name that needs torch or numba when it is first used.
@@ -163,4 +165,6 @@ def __getattr__(name: str) -> Any:
     """
     if name in _LATER:
         return getattr(import_module(_LATER[name]), name)
+    if name in _MODULES:
+        return import_module(f"fxremat.{name}")
     raise AttributeError(f"module 'fxremat' has no attribute {name!r}")

@@ -115,6 +115,24 @@ if {statement!r} == "fxremat.solve":
         assert done.stdout.strip() == "Fck1 Fall2 B2 Fall1 B1"
 
 
+def test_public_modules_are_there_after_importing_fxremat() -> None:
+    code = """
+import fxremat
+print(fxremat.passes.InductorPartitioner.__name__, fxremat.integrations.__name__)
+for module, name in ((fxremat, "pass_"), (fxremat.integrations, "keras")):
+    try:
+        getattr(module, name)
+    except AttributeError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "InductorPartitioner fxremat.integrations",
+        "module 'fxremat' has no attribute 'pass_'",
+        "module 'fxremat.integrations' has no attribute 'keras'",
+    ]
+
+
 def test_compiling_imports_neither_pipelines_nor_published_solvers() -> None:
     code = "import sys, fxremat.api; print([m for m in sys.modules if 'fxremat.pipelin' in m or '.references' in m])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
