@@ -10,23 +10,26 @@ import torch
 from benchmarks import combinations
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-NEED_ONE_GRAPH = {"inductor", "offload", "hosted", "slices"}
-
-
-def may_be_refused(features: tuple[str, ...]) -> bool:
-    return ("break" in features and bool(NEED_ONE_GRAPH & {*features})) or {"inductor", "hosted"} == {*features}
+REFUSED = {("hosted", "break")}
+# three at once: several graphs by other means, and compiled kernels with weights on the host
+OTHERS = ("dynamic", "accumulation", "autocast", "outside")
+THREE = [
+    *(("break", means, other) for means in ("offload", "slices", "inductor") for other in OTHERS),
+    ("break", "offload", "slices"),
+    *(("inductor", "hosted", other) for other in (*OTHERS, "clipping", "scaler", "offload", "slices")),
+]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("features", list(combinations.pairs()), ids="+".join)
-def test_a_pair(features: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("features", [*combinations.pairs(), *THREE], ids="+".join)
+def test_features_go_together(features: tuple[str, ...]) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         cell = combinations.trained(features)
     finally:
         torch.set_num_threads(threads)
-    refused = may_be_refused(features)
+    refused = features in REFUSED
     assert cell.outcome in (("refused",) if refused else ("bits", "rounding")), cell
     assert refused or (cell.peak is not None and cell.peak <= 1)
     assert cell.outcome != "rounding" or combinations.INEXACT & {*features}
