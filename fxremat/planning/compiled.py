@@ -570,7 +570,7 @@ class _Search:
         If the device has too little free memory for the run, the predicted peak is trusted, and so it is where running
         the step would update weights.
         """
-        if judged.weights is not None:
+        if self._plan.weights is not None:
             return True
         step = judged.program, judged.costs, self._step.inputs
         peak = peak_of_step(*step, self._tier)
