@@ -48,6 +48,7 @@ from fxremat.search.call_programs import (
     unbeaten,
 )
 from fxremat.search.candidate import Frontier
+from fxremat.search.survey import kept
 from fxremat.step.costs import Costs, Link
 from fxremat.transfers.offloading import with_offloading
 
@@ -159,7 +160,7 @@ def programs_of(
     if options.compiles:
         others = list(_compiled(step, alone, options))
         required = any(node.target in ALWAYS_COMPILED for node in step.graph.nodes)
-        alone = [] if required else _timed_as_a_whole(step, alone, costs)
+        alone = () if required else alone
     else:
         others = list(_in_slices(step, options, keep_all, tier))
     return (tuple(thinned(unbeaten([*alone, *others]))) if others else alone), keep_all
@@ -168,7 +169,7 @@ def programs_of(
 def _of_single_ops(
     graph: Captured, costs: Costs, options: Options, tier: HostTier | None
 ) -> Sequence[CallProgram]:
-    """Return the programs of a graph that run single ops, fastest first: at the first is nothing recomputed."""
+    """Return the programs of a graph that run single ops, fastest first: the first recomputes nothing."""
     costs, _ = _apart(graph, costs)
     host = _Host.of(graph, tier, options)
     once = run_once(graph, options.wishes)
@@ -206,11 +207,10 @@ def _in_slices(
             yield judged(one.order, as_traced, copies, _held(graph), on_host=one.on_host, another=another)
 
 
-def _timed_as_a_whole(step: Step, alone: Sequence[CallProgram], costs: Costs) -> list[CallProgram]:
-    """Return programs of single ops with the seconds that they take one after the other, as compiled ones are timed."""
-    order = replace(alone[0].order, layout=replace(alone[0].order.layout, graph=step.graph))
-    factor = calibration(order.program(), costs, step.inputs)
-    return [replace(one, time=one.time * factor, forward_time=one.forward_time * factor) for one in alone]
+def as_in_a_step(step: Step, costs: Costs) -> Costs:
+    """Return the costs with the seconds that single ops take one after the other, as those of compiled ones are taken.
+    """
+    return costs.scaled(calibration(kept(step.graph, costs).keep_all.program(), costs, step.inputs))
 
 
 def _compiled(step: Step, alone: Sequence[CallProgram], options: Options) -> Iterator[CallProgram]:
@@ -220,7 +220,7 @@ def _compiled(step: Step, alone: Sequence[CallProgram], options: Options) -> Ite
     and seconds are those of steps that have run.
     """
     graph = step.graph
-    by_bytes = sorted({id(one): one for one in (alone[0], least_of(alone), *alone)}.values(), key=lambda one: one.saved)
+    by_bytes = sorted(alone, key=lambda one: one.saved)
     places = {round(k * (len(by_bytes) - 1) / (COMPILED - 1)) for k in range(COMPILED)}
     chosen = [alone[0], least_of(alone), *(by_bytes[place] for place in sorted(places))]
     orders = [replace(one.order, layout=replace(one.order.layout, graph=graph)) for one in chosen]

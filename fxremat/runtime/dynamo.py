@@ -48,7 +48,7 @@ from fxremat.passes.regions import inline_regions
 from fxremat.passes.tangents import bear_any_layout
 from fxremat.planning.captured_step import CapturedStep, FixedStep
 from fxremat.planning.facts import facts_of
-from fxremat.planning.graph_programs import programs_of, tier_of
+from fxremat.planning.graph_programs import as_in_a_step, programs_of, tier_of
 from fxremat.planning.limits import limit_of
 from fxremat.planning.means import seen_before
 from fxremat.planning.sizes import PlansOfSizes, SizedStep
@@ -528,6 +528,8 @@ class Backend:
                     raise
                 self.learn(error)
                 raise NotSymbolic("a result that lies otherwise than traced") from None
+            if self.options.compiles and graph is None:
+                costs = as_in_a_step(step, costs)
             tier = tier_of(self.options, device_of(joint))
             programs, keep_all = programs_of(step, costs, self.options, tier, resizable=graph is not None)
         may_run_again = not wished(joint, self.options.wishes)
