@@ -659,16 +659,10 @@ def peaks_of(first: Callable[[], Any], second: Callable[[Any], object], device: 
         levels, end = [*itertools.accumulate(both, initial=0)], len(alone)
         begins = end if both[:end] == alone else 0  # else it is not known where the second begins
         return max(itertools.accumulate(alone, initial=0)), max(levels[begins:])
-    kind.synchronize(device)
     before = kind.allocated(device)
-    kind.forget_most(device)
-    result = first()
-    kind.synchronize(device)
-    peak = kind.most_allocated(device) - before
-    kind.forget_most(device)
-    second(result)
-    kind.synchronize(device)
-    return peak, kind.most_allocated(device) - before
+    peak, result = _peak_by_statistics(first, device)
+    level = kind.allocated(device) - before
+    return peak, level + _peak_by_statistics(partial(second, result), device)[0]
 
 
 def _peak_by_statistics(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:

@@ -147,6 +147,12 @@ def without_updates_inside(joint: Captured) -> Captured:
     return replace(joint, backward_outputs=tuple(outputs), returned=returned, updates_of={}, update_nodes={})
 
 
+def inputs_across(one: Captured, other: Captured) -> dict[int, int]:
+    """Return value in one graph -> value in another that computes the same, for the inputs of both."""
+    pairs = zip(one.primals, other.primals, strict=True)
+    return {one.value_of[a]: other.value_of[b] for a, b in pairs if a in one.value_of and b in other.value_of}
+
+
 def _is_scalar(node: fx.Node) -> bool:
     return any(tensor is not None and tensor.numel() == 1 for tensor in tensors_of(node))
 

@@ -32,13 +32,8 @@ def lay_out_gradients(graph: fx.Graph) -> None:
         gradient = results[place]
         if not parameter_of(primal) or not isinstance(gradient, fx.Node) or gradient.op == "placeholder":
             continue
-        parameter, found = primal.meta.get("val"), gradient.meta.get("val")
-        if not (isinstance(parameter, torch.Tensor) and isinstance(found, torch.Tensor)):
-            continue
-        if parameter.layout is not torch.strided or found.layout is not torch.strided:
-            continue
-        layout = next((one for one in FORMATS if _lies_as(parameter, one)), None)
-        if layout is None or parameter.shape != found.shape or _alike(found, parameter):
+        layout = _layout_to_copy_to(primal.meta.get("val"), gradient.meta.get("val"))
+        if layout is None:
             continue
         with graph.inserting_after(gradient):
             copy = graph.call_function(torch.ops.aten.clone.default, (gradient,), {"memory_format": layout})
@@ -46,6 +41,16 @@ def lay_out_gradients(graph: fx.Graph) -> None:
         copy.meta["val"] = evaluate(copy)
         results[place] = copy
     output.args = (results if isinstance(given, list) else tuple(results),)
+
+
+def _layout_to_copy_to(parameter: object, gradient: object) -> torch.memory_format | None:
+    """Return the layout of a parameter; None if its gradient is stored as it is, or the layout has no name."""
+    if not (isinstance(parameter, torch.Tensor) and isinstance(gradient, torch.Tensor)):
+        return None
+    strided = parameter.layout is torch.strided and gradient.layout is torch.strided
+    if not strided or parameter.shape != gradient.shape or _alike(gradient, parameter):
+        return None
+    return next((layout for layout in FORMATS if _lies_as(parameter, layout)), None)
 
 
 def _lies_as(tensor: torch.Tensor, layout: torch.memory_format) -> bool:

@@ -41,7 +41,13 @@ from fxremat.fusion.units import (
     worth_compiling,
 )
 from fxremat.graphs.accounting import device_of, op_keys
-from fxremat.graphs.captured import Captured, captured_of, with_updates_inside, without_updates_inside
+from fxremat.graphs.captured import (
+    Captured,
+    captured_of,
+    inputs_across,
+    with_updates_inside,
+    without_updates_inside,
+)
 from fxremat.graphs.region import Kernels, Region, compile_all, regions_of
 from fxremat.ops.decompositions import DECOMPOSITIONS
 from fxremat.ops.seeded import ALWAYS_COMPILED
@@ -392,7 +398,7 @@ class _Search:
         """
         trained, joint = self._step.trained, judged.joint
         assert trained is not None
-        there = self._weights_in(joint)
+        there = inputs_across(self._plan.captured, joint)
         costs = with_own_sizes(joint, judged.costs)
         numbers = {there[value]: number for value, number in trained.numbers.items()}
         units = units_of(joint, trained.optimizer, costs, numbers=numbers, later=known.later)
@@ -433,14 +439,9 @@ class _Search:
             replace(program, layout=replace(program.layout, graph=free)), units, self._kernels
         )
         joint = captured_of(fused.layout.graph)
-        there = self._weights_in(joint)
+        there = inputs_across(self._plan.captured, joint)
         updated = with_updates_inside(joint, {there[value] for value in self._plan.captured.updates_of})
         return replace(fused, layout=replace(fused.layout, graph=updated))
-
-    def _weights_in(self, joint: Captured) -> dict[int, int]:
-        """Return value in the captured graph -> value in the graph of units, for all inputs."""
-        pairs = zip(self._plan.captured.primals, joint.primals, strict=True)
-        return {self._plan.captured.value_of[one]: joint.value_of[other] for one, other in pairs}
 
     def _in_units(
         self, candidates: Iterable[Candidate], cut: Cut
@@ -547,7 +548,7 @@ class _Search:
         fused = fused or self._fused(candidate.program(), units)
         joint = captured_of(fused.layout.graph)
         began = monotonic()
-        compiled_anew([joint])
+        compile_new([joint])
         self._compiling += monotonic() - began
         if units == by_phase(candidate.program()) and len(regions_of(joint.module.graph)) == PHASES:
             costs = costs_of_phases(fused, self._step.inputs)
@@ -604,7 +605,7 @@ def kernels_of(options: Options) -> Kernels:
     return Kernels(settings=config, decompositions=DECOMPOSITIONS, required=ALWAYS_COMPILED)
 
 
-def compiled_anew(graphs: Iterable[Captured]) -> None:
+def compile_new(graphs: Iterable[Captured]) -> None:
     """Compile those regions of joint graphs that are not compiled yet; log if Inductor cannot compile some."""
     new = list({region.digest: region for graph in graphs for region in _new_regions(graph)}.values())
     left = [region for region in progress(compile_all(new), "compiling regions", total=len(new)) if region.given_up]

@@ -24,14 +24,14 @@ from fxremat.fusion.joint import fused_program
 from fxremat.fusion.min_cut import least_traffic
 from fxremat.fusion.units import by_phase
 from fxremat.graphs.accounting import copied_gradients, device_of, held_beside_copies, largest_tensor
-from fxremat.graphs.captured import Captured, captured_of
+from fxremat.graphs.captured import Captured, captured_of, inputs_across
 from fxremat.graphs.region import regions_of
 from fxremat.host.default import default_tier
 from fxremat.host.tier import HostTier
 from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.options import Options
 from fxremat.planning.choosing import link_to
-from fxremat.planning.compiled import PHASES, compiled_anew, kernels_of
+from fxremat.planning.compiled import PHASES, compile_new, kernels_of
 from fxremat.planning.facts import facts_of
 from fxremat.planning.in_slices import ways_to_slice
 from fxremat.planning.step import Step
@@ -186,11 +186,10 @@ def _of_single_ops(
 
 def _another(graph: Captured, base: Captured, costs: Costs) -> Another:
     """Return what a rewritten graph is to the captured one, `base`: inputs and outputs correspond by their places."""
-    pairs = [*zip(graph.primals, base.primals, strict=True)]
-    outputs = zip(graph.forward_outputs, base.forward_outputs, strict=True)
-    pairs += [(a, b) for a, b in outputs if isinstance(a, fx.Node) and isinstance(b, fx.Node)]
-    values = {graph.value_of.get(a): base.value_of.get(b) for a, b in pairs}
-    return Another(costs=costs, values={a: b for a, b in values.items() if a is not None and b is not None})
+    pairs = zip(graph.forward_outputs, base.forward_outputs, strict=True)
+    nodes = [(a, b) for a, b in pairs if isinstance(a, fx.Node) and isinstance(b, fx.Node)]
+    outputs = {graph.value_of[a]: base.value_of[b] for a, b in nodes if a in graph.value_of and b in base.value_of}
+    return Another(costs=costs, values=inputs_across(graph, base) | outputs)
 
 
 def _in_slices(
@@ -229,7 +228,7 @@ def _compiled(step: Step, alone: Sequence[CallProgram], options: Options) -> Ite
     distinct = {(order.ops, order.split): order for order in orders}.values()
     programs = [order.program() for order in distinct]
     fused = [fused_program(program, by_phase(program), kernels) for program in programs]
-    compiled_anew([captured_of(program.layout.graph) for program in fused])
+    compile_new([captured_of(program.layout.graph) for program in fused])
     for order, program in zip(distinct, fused, strict=True):
         joint = captured_of(program.layout.graph)
         whole = len(regions_of(joint.module.graph)) == PHASES

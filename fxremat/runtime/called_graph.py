@@ -10,6 +10,7 @@ program, and its saved tensors can be dropped and recomputed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -142,11 +143,8 @@ class CalledGraph:
         """Return the fx graphs generated for the program with index `number`."""
         another = self._programs[number].another
         fresh = another.costs.fresh if another else None
-        get = partial(self._emitted.of, number, partial(self._symbolically, number), fresh)
-        if number in self._emitted:
-            return get()
-        with real_tensors():
-            return get()
+        with contextlib.nullcontext() if number in self._emitted else real_tensors():
+            return self._emitted.of(number, partial(self._symbolically, number), fresh)
 
     def _symbolically(self, number: int) -> Program:
         """Return the program with index `number`, of the graph with symbolic sizes, unless it is for one size."""

@@ -35,7 +35,7 @@ EFFORT = 0.3  # seconds of op-by-op search for each of the `PAUSES`
 
 
 class Offloading(Protocol):
-    """What is known of a host to which programs may copy values."""
+    """A host to which programs may copy values, and the way to find programs that do."""
 
     @property
     def link(self) -> Link:
