@@ -59,6 +59,7 @@ class Compiled:
     distinct: int  # number of different compiled regions; equal regions share kernels
     ops: int  # number of op executions inside of compiled regions
     seconds: float  # seconds spent on compiling for this plan
+    by_torch: bool = False  # whether torch's partitioner decided what is recomputed, as in `torch.compile`
 
 
 @dataclass(frozen=True, kw_only=True)

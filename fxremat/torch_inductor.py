@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxremat.errors import FxrematError
-from fxremat.torch_private import real_tensors, storage_of, torch_release
+from fxremat.torch_private import copied, real_tensors, storage_of, torch_release
 
 CUDA_GRAPHS = "triton.cudagraphs"
 ALWAYS = {
@@ -238,6 +238,73 @@ def _decomposed(
         joint_graph_passes(graph)
     graph.recompile()
     return graph, fakes, mode, strides
+
+
+def decomposed_joint(module: fx.GraphModule, decompositions: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
+    """Decompose a joint graph into the ops that Inductor lowers, as `torch.compile` does before it partitions it.
+
+    Inputs and outputs stay, with their names and their `meta`; each other node has the name of the one that it was made
+    from in `meta["from_node"]`. The given graph stays as it is. The calls are those of `compile_region`, with
+    `Interpreter` and `preserve_node_meta` of torch.fx (torch 2.11, 2.13).
+
+    Args:
+        decompositions: functions that compute fxremat's own ops from ops of aten.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    given = module.graph.find_nodes(op="placeholder")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    table = {**select_decomp_table(), **decompositions}
+    with _my_turn(), real_tensors(), torch.no_grad(), mode, fx.traceback.preserve_node_meta():
+        shown = [node.meta["val"] for node in given]
+        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in shown]
+        graph = make_fx(
+            lambda *inputs: fx.Interpreter(module).run(*inputs, enable_io_processing=False),
+            decomposition_table=table,
+            tracing_mode="real",
+        )(*fakes)
+        graph.graph.eliminate_dead_code()
+        for old, new in zip(given, graph.graph.find_nodes(op="placeholder"), strict=True):
+            new.name = new.target = old.name
+            new.meta = {**old.meta, "val": new.meta["val"]}
+        graph.graph.output_node().meta = dict(module.graph.output_node().meta)
+        with V.set_fake_mode(mode), torch._guards.tracing(torch._guards.TracingContext(mode)):
+            joint_graph_passes(graph)
+    graph.recompile()
+    return graph
+
+
+def partitioned(
+    module: fx.GraphModule, forward_outputs: int, share: float, once: Collection[str] = ()
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the forward and the backward into which `torch.compile` partitions a joint graph, which stays as it is.
+
+    The forward's outputs behind the first `forward_outputs` are the inputs of the backward with the same names.
+
+    `min_cut_rematerialization_partition`, `activation_memory_budget` and `meta["recompute"]` (torch 2.11, 2.13): it
+    replaces equal nodes by one, and rewrites the graph that it is given.
+
+    Args:
+        share: of what is kept where only what Inductor fuses is recomputed, what may be kept, from 0 to 1.
+        once: names of nodes that must not be recomputed.
+    """
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    graph = fx.GraphModule(module, copied(module.graph))
+    for node in graph.graph.nodes:
+        if node.name in once:
+            node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+    with config.patch(activation_memory_budget=share):
+        phases = min_cut_rematerialization_partition(graph, (), num_fwd_outputs=forward_outputs)
+    for phase in phases:
+        for node in phase.graph.nodes:
+            node.meta.pop("recompute", None)
+    return phases
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:

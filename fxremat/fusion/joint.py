@@ -38,12 +38,21 @@ class FusedLayout(Layout):
         return self.block_names
 
 
-def fused_program(program: Program, units: Units, kernels: Kernels) -> Program:
+def fused_program(
+    program: Program, units: Units, kernels: Kernels, emitted: fx.GraphModule | None = None
+) -> Program:
     """Return a program whose ops are the units of `program`, that is compiled regions and single ops.
 
     Each unit runs once. O(steps); nothing is compiled yet.
+
+    Args:
+        emitted: the step as one graph, whose nodes are marked with their unit (`GROUP`), and which is rewritten here;
+            None: the one that the program's steps give.
     """
-    joint = _joint_of(program, units, kernels)
+    if emitted is None:
+        graph = lower_as_one(program, [unit.steps for unit in units])
+        emitted = fx.GraphModule(captured_of(program.layout.graph).module, graph)
+    joint = _joint_of(program, units, kernels, emitted)
     steps = [program.steps[unit.steps[0]] for unit in units]
     groups = [node.meta.get(GROUP) for node in joint.nodes]
     blocks = [0 if group is None else steps[group].block for group in groups]
@@ -68,9 +77,9 @@ def _role(program: Program, units: Units, group: int) -> Role:
     return next(role for role in (Role.BACKWARD, Role.FORWARD, Role.RECOMPUTE) if role in roles)
 
 
-def _joint_of(program: Program, units: Units, kernels: Kernels) -> Captured:
+def _joint_of(program: Program, units: Units, kernels: Kernels, emitted: fx.GraphModule) -> Captured:
     captured = captured_of(program.layout.graph)
-    root, graph = captured.module, lower_as_one(program, [unit.steps for unit in units])
+    root, graph = emitted, emitted.graph
     members: list[list[fx.Node]] = [[] for _ in units]
     for node in graph.nodes:
         if GROUP in node.meta:

@@ -41,8 +41,7 @@ UNITS = 2**20  # a minimum cut is computed in integers: the dearest value costs 
 def least_traffic(graph: Captured, known: Order, once: Set[int] = frozenset()) -> Order:
     """Return an order of ops that recomputes fused ops where that costs the least memory traffic.
 
-    Forward and backward run as in `known`. Before a backward op that reads a value which is not kept, the ops that
-    compute it run again. O(ops) beside the minimum cut.
+    Forward and backward run as in `known`. O(ops) beside the minimum cut.
 
     Args:
         known: an order in which each op runs at least once; its blocks are taken.
@@ -57,7 +56,19 @@ def least_traffic(graph: Captured, known: Order, once: Set[int] = frozenset()) -
         if op.index in fusible - once and not op.random and graph.nodes[op.index].target not in ALWAYS_COMPILED
         if read_apart.isdisjoint(op.writes)
     }
-    kept = _Cut(graph, fusible, again).kept()
+    return with_recomputations(graph, known, _Cut(graph, fusible, again).kept())
+
+
+def with_recomputations(graph: Captured, known: Order, kept: Set[int]) -> Order:
+    """Return an order of ops that recomputes what the backward reads and is not in `kept`. O(ops).
+
+    Forward and backward run as in `known`. Before a backward op that reads a value which is not kept, the ops that
+    compute it run again.
+
+    Args:
+        known: an order in which each op runs at least once; its blocks are taken.
+        kept: values of the forward.
+    """
     blocks = dict(reversed([*zip(known.ops, known.blocks, strict=True)]))  # of the first execution of each op
     first = dict.fromkeys(known.ops)
     forward = [op for op in first if op < graph.forward_count]

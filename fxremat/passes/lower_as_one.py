@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.passes.lower import Lowering, Part
+from fxremat.passes.lower import Lowering
 from fxremat.step.program import Program
 from fxremat.step.step_graph import Origin
 
@@ -55,7 +55,7 @@ class _LoweringAsOne(Lowering):
             last = next(iter(reversed(part.graph.nodes)), None)
             for position in group:
                 self._step(part, program.steps[position])
-            self._mark(part, last, place, late=late)
+            mark(part.graph, last, place, late=late)
         part.views.clear()
         outputs = [*joint.forward_outputs, *joint.backward_outputs]
         returned: list[Any] = [self._output(part, node) for node in outputs]
@@ -64,20 +64,20 @@ class _LoweringAsOne(Lowering):
         output.meta = {key: value for key, value in captured.items() if key == "desc"}
         return part.graph
 
-    @staticmethod
-    def _mark(part: Part, last: fx.Node | None, group: int, *, late: bool) -> None:
-        """Record the group on all nodes after `last`, and whether they belong to the backward."""
-        for node in reversed(part.graph.nodes):
-            if node is last:
-                return
-            node.meta[GROUP] = group
-            node.meta.pop("partitioner_tag", None)
-            if late:
-                node.meta["partitioner_tag"] = "is_backward"
-
     def _preserve(self, value: int) -> fx.Node:
         copy = super()._preserve(value)
         shown = copy.meta["val"]
         with shown.fake_mode:
             copy.meta["val"] = torch.empty_strided(shown.shape, shown.stride(), dtype=shown.dtype, device=shown.device)
         return copy
+
+
+def mark(graph: fx.Graph, last: fx.Node | None, group: int, *, late: bool) -> None:
+    """Record the group on all nodes after `last`, and whether they belong to the backward."""
+    for node in reversed(graph.nodes):
+        if node is last:
+            return
+        node.meta[GROUP] = group
+        node.meta.pop("partitioner_tag", None)
+        if late:
+            node.meta["partitioner_tag"] = "is_backward"

@@ -28,6 +28,7 @@ from fxremat.device import kind_of
 from fxremat.errors import BudgetTooSmall
 from fxremat.fusion.joint import fused_program
 from fxremat.fusion.min_cut import least_traffic
+from fxremat.fusion.torch_partition import TorchPartition
 from fxremat.fusion.units import (
     Unit,
     Units,
@@ -94,6 +95,10 @@ PHASES = 2  # forward and backward: where each is one region, steps are measured
 CLEARLY = 0.9
 # after a program that takes some bytes too many, one is tried that takes this many times as many fewer
 CLOSER = 1.02
+TRIES_OF_TORCH = 2  # maximum number of programs of torch's partitioner that are compiled beside the first
+# torch's partitioner may keep less only if the program found without it takes more than this times the seconds of
+# what `torch.compile` runs without a budget
+CLOSE = 1.02
 NOTHING_FITS = "no program in regions fits"
 LITTLE_GAINED = "regions that fit would gain little, or nothing"
 
@@ -109,6 +114,7 @@ class _Chosen:
     units: Units  # compiled regions and single ops, in order; () if the program runs op by op
     seconds: float
     why: str  # the reason why nothing is compiled; unused if something is
+    by_torch: float | None = None  # the share of `TorchPartition.phases`, if torch partitioned the graph
 
 
 def with_compiled_kernels(plan: Plan, step: Step, options: Options) -> Plan:
@@ -139,6 +145,8 @@ class _Search:
         self._tried: list[Judged] = []  # programs in compiled regions that were measured so far
         self._gaining = False  # True once some program would be faster in compiled regions than op by op
         self._compiling = 0.0  # seconds spent compiling so far
+        # by share, the program that torch's partitioner makes, and the bytes that it saves for the backward
+        self._torchs: dict[float, tuple[Judged | None, int]] = {}
 
     def chosen_before(self) -> Plan | None:
         """Return the plan that an earlier search stored on disk; None if there is none, or it does not fit."""
@@ -146,8 +154,11 @@ class _Search:
         if known is None:
             return None
         candidate = exchanged(self._plan.graph)(known.candidate)
-        judged = self._fitting(self._judged(candidate, known.units)) if known.units else self.op_by_op
-        if judged.peak > self._plan.budget or (known.units and not self._runs_within(judged)):
+        if known.by_torch is not None:
+            judged = self._by_torch(known.by_torch)
+        else:
+            judged = self._fitting(self._judged(candidate, known.units)) if known.units else self.op_by_op
+        if judged is None or judged.peak > self._plan.budget or (known.units and not self._runs_within(judged)):
             return None
         return self.plan_of(judged, known.seconds, known.why)
 
@@ -161,7 +172,7 @@ class _Search:
         for _ in range(TRIES):
             whole = self.whole()
             alone = [self.op_by_op] if self._fits_op_by_op else []
-            enough = whole and (not alone or whole[0].time <= CLEARLY * self.op_by_op.time)
+            enough = whole and (not alone or min(one.time for one in whole) <= CLEARLY * self.op_by_op.time)
             in_regions = [] if enough else self.in_regions()
             rivals = [*whole, *in_regions, *alone]
             if not rivals:
@@ -214,7 +225,8 @@ class _Search:
     def _keep(self, judged: Judged, seconds: float, why: str) -> None:
         """Store the chosen program on disk, where `chosen_before` finds it."""
         candidate = exchanged(NO_GRAPH)(judged.candidate)
-        chosen = _Chosen(candidate=candidate, units=judged.units, seconds=seconds, why=why)
+        how = judged.by_torch
+        chosen = _Chosen(candidate=candidate, units=judged.units, seconds=seconds, why=why, by_torch=how)
         write(device_of(self._plan.graph), self._key, chosen)
 
     @cached_property
@@ -232,29 +244,82 @@ class _Search:
         options, of = self._options, (self._kernels.configuration, self._plan.budget, self._plan.chosen.peak)
         sought = (options.search.seconds, options.search.slots)
         hosted = (self._plan.link, options.host_limit)
-        settings = ("in regions", *of, options.solver, *sought, options.loss_outside.size, *hosted)
+        settings = ("in regions, or as torch cuts", *of, options.solver, *sought, options.loss_outside.size, *hosted)
         return repr(key_of(self._plan.graph, self._single, settings))
 
     def whole(self) -> list[Judged]:
-        """Return programs that fit, with forward and backward compiled whole: one, two, or none.
+        """Return programs that fit, with forward and backward compiled whole: up to three.
 
-        They are the one that recomputes nothing, and the fastest of those that do. Of these, the first tried has the
-        least memory traffic, which is what `torch.compile` runs. If it takes more than the budget, programs are
-        searched with the seconds that ops take inside of it.
+        The first tried is what `torch.compile` runs. If it takes more than the budget, programs are searched with the
+        seconds that ops take inside of it, and made by torch's partitioner, which may keep less. The program that
+        recomputes nothing is tried, too.
         """
         if not compiles_whole_graphs(self._plan.graph, self._options) or self._plan.link is not None:
             return []
-        found, keep_all = [self._fastest_whole()], self._plan.alternatives.keep_all
+        first = self._by_torch(1.0)
+        found = [first]
+        if first is None or first.peak > self._budget:
+            found.append(ours := self._fastest_whole(first or self._judged_whole(self._of_least_traffic())))
+            if first is not None and (ours is None or ours.time > CLOSE * first.time):
+                found.append(self._less_by_torch())
+        keep_all = self._plan.alternatives.keep_all
         if keep_all.layout.graph is self._plan.graph and keep_all.peak <= self._budget:
             found.append(self._judged_whole(keep_all))
         return [one for one in found if one is not None and one.peak <= self._budget]
 
-    def _fastest_whole(self) -> Judged | None:
+    def _by_torch(self, share: float) -> Judged | None:
+        """Return the program that torch's partitioner makes where it may keep this share of what it keeps at most.
+
+        None where the step is not two regions, or torch cannot partition it.
+        """
+        if share not in self._torchs:
+            self._torchs[share] = self._partitioned(share)
+        return self._torchs[share][0]
+
+    def _partitioned(self, share: float) -> tuple[Judged | None, int]:
+        """Return the program that torch's partitioner makes, and the bytes that the backward reads of the forward."""
+        if self._step.trained is not None:
+            return None, 0
+        try:
+            phases = self._partition.phases(share)
+        except Exception as error:  # of a graph that torch does not know from its own capture
+            log.warning("torch cannot partition the graph (%s: %s): its way is not tried", type(error).__name__, error)
+            return None, 0
+        if phases is None:
+            return None, 0
+        program = phases.order.program()
+        peak, time = live_bytes(program, self._single.sizes).peak, self._single.time(program)
+        candidate = self._plan.chosen.without_transfers.refined_to(phases.order, peak, time)
+        fused = fused_program(program, phases.units, self._kernels, phases.emitted)
+        return self._judged(candidate, phases.units, fused, by_torch=share), phases.saved
+
+    def _less_by_torch(self) -> Judged | None:
+        """Return the first program that fits where torch's partitioner may keep less and less; None if none does."""
+        share, (judged, most) = 1.0, self._torchs[1.0]
+        for _ in range(TRIES_OF_TORCH):
+            if judged is None or judged.peak >= UNBOUNDED:
+                return None
+            share -= CLOSER * (judged.peak - self._budget) / max(1, most)
+            if share <= 0:
+                return None
+            judged = self._by_torch(share)
+            if judged is not None and judged.peak <= self._budget:
+                return judged
+        return None
+
+    @cached_property
+    def _partition(self) -> TorchPartition:
+        known = self._plan.chosen.without_transfers.order()
+        return TorchPartition(self._plan.captured, known, run_once(self._plan.captured, self._options.wishes))
+
+    def _fastest_whole(self, judged: Judged) -> Judged | None:
         """Return the fastest program that recomputes and fits, with forward and backward compiled whole; None if none.
 
         How many bytes a program takes less compiled than op by op is known from the program before.
+
+        Args:
+            judged: the one that is tried first.
         """
-        judged = self._judged_whole(self._of_least_traffic())
         candidates: Sequence[Candidate] = ()
         known, allowed = [judged], judged.candidate.peak
         while judged.peak > self._budget:
@@ -534,16 +599,20 @@ class _Search:
             distinct=len({region.digest for region in regions}),
             ops=sum(region.count for region in regions),
             seconds=self._compiling,
+            by_torch=judged.by_torch is not None,
         )
         return replace(self._plan, chosen=candidate, compiled=compiled, weights=judged.weights)
 
-    def _judged(self, candidate: Candidate, units: Units, fused: Program | None = None) -> Judged:
+    def _judged(
+        self, candidate: Candidate, units: Units, fused: Program | None = None, *, by_torch: float | None = None
+    ) -> Judged:
         """Compile and measure those compiled groups of a program that are new.
 
         Return the program with its costs and peak.
 
         Args:
             fused: the program with each unit as one op, if it was made already.
+            by_torch: the share of `TorchPartition.phases` that it was made with, if it was.
         """
         fused = fused or self._fused(candidate.program(), units)
         joint = captured_of(fused.layout.graph)
@@ -561,7 +630,15 @@ class _Search:
             *(candidate.peak, candidate.time, peak, costs.time(fused), len(units)),
         )
         self._tried.append(
-            Judged(candidate=candidate, units=units, program=fused, costs=costs, peak=peak, single=self._single)
+            Judged(
+                candidate=candidate,
+                units=units,
+                program=fused,
+                costs=costs,
+                peak=peak,
+                single=self._single,
+                by_torch=by_torch,
+            )
         )
         return self._tried[-1]
 

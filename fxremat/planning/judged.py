@@ -30,6 +30,7 @@ class Judged:
     single: Costs  # costs of the ops when they run one by one
     transfers: ProgramWithTransfers | None = None  # `program` with its copies to the host, if it makes any
     weights: WeightBudget | None = None  # the figures of its updates of weights, if it makes any
+    by_torch: float | None = None  # the share of `TorchPartition.phases`, if torch partitioned the graph
 
     @property
     def fused(self) -> Candidate:

@@ -268,6 +268,7 @@ def _kernels(plan: PlannedStep, compiled: Compiled) -> str:
     ops = _counted(compiled.ops, "op")
     regions = f"{_counted(compiled.regions, 'region')}, {compiled.distinct} of them distinct"
     by_op = plan.op_by_op
+    regions += ", as torch.compile cuts the step" if compiled.by_torch else ""
     beside = ", with nothing on the host," if compiled.chosen.transfers else ""
     return (
         f"Inductor's for {ops} in {regions}, compiled in {format_seconds(compiled.seconds)}; {_counted(alone, 'op')} "
