@@ -299,7 +299,7 @@ def partitioned(
     for node in graph.graph.nodes:
         if node.name in once:
             node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
-    with config.patch(activation_memory_budget=share):
+    with _my_turn(), real_tensors(), config.patch(activation_memory_budget=share):
         phases = min_cut_rematerialization_partition(graph, (), num_fwd_outputs=forward_outputs)
     for phase in phases:
         for node in phase.graph.nodes:

@@ -248,23 +248,26 @@ class _Search:
         return repr(key_of(self._plan.graph, self._single, settings))
 
     def whole(self) -> list[Judged]:
-        """Return programs that fit, with forward and backward compiled whole: up to three.
+        """Return programs that fit, with forward and backward compiled whole: up to two.
 
         The first tried is what `torch.compile` runs. If it takes more than the budget, programs are searched with the
-        seconds that ops take inside of it, and made by torch's partitioner, which may keep less. The program that
-        recomputes nothing is tried, too.
+        seconds that ops take inside of it, and made by torch's partitioner, which may keep less. Where that partitioner
+        cannot be used, the first has the least memory traffic, and competes with the one that recomputes nothing.
         """
         if not compiles_whole_graphs(self._plan.graph, self._options) or self._plan.link is not None:
             return []
         first = self._by_torch(1.0)
-        found = [first]
-        if first is None or first.peak > self._budget:
-            found.append(ours := self._fastest_whole(first or self._judged_whole(self._of_least_traffic())))
-            if first is not None and (ours is None or ours.time > CLOSE * first.time):
+        if first is None:
+            found = [self._fastest_whole(self._judged_whole(self._of_least_traffic()))]
+            keep_all = self._plan.alternatives.keep_all
+            if keep_all.layout.graph is self._plan.graph and keep_all.peak <= self._budget:
+                found.append(self._judged_whole(keep_all))
+        elif first.peak <= self._budget:
+            found = [first]
+        else:
+            found = [ours := self._fastest_whole(first)]
+            if ours is None or ours.time > CLOSE * first.time:
                 found.append(self._less_by_torch())
-        keep_all = self._plan.alternatives.keep_all
-        if keep_all.layout.graph is self._plan.graph and keep_all.peak <= self._budget:
-            found.append(self._judged_whole(keep_all))
         return [one for one in found if one is not None and one.peak <= self._budget]
 
     def _by_torch(self, share: float) -> Judged | None:

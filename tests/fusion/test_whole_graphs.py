@@ -66,7 +66,10 @@ def test_whole_graphs_fit_where_single_ops_do_not() -> None:
     assert call.plan.minimum <= call.plan.predicted_peak <= call.plan.budget == budget
     assert measured(model, call, given) == pytest.approx(call.plan.predicted_peak, rel=1e-3)
     with pytest.raises(fxremat.BudgetTooSmall, match=f"least that does is {raised.value.minimum}"):
-        fxremat.compile(Words(), mem=budget // 2, backend=WHOLE, example_inputs=given)
+        fxremat.compile(Words(), mem=budget // 4, backend=WHOLE, example_inputs=given)
+    half: Any = fxremat.compile(model, mem=budget // 2, backend=WHOLE, example_inputs=given)  # torch's partitioner
+    assert measured(model, half, given) == pytest.approx(half.plan.predicted_peak, rel=1e-3)
+    assert half.plan.predicted_peak <= budget // 2
 
 
 @pytest.mark.usefixtures("whole_graphs_win")
