@@ -152,6 +152,7 @@ def _others(outcomes: list[Outcome], without: int) -> list[tuple[type, str, floa
     return [one.value for one in others]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("store", ["tcp", pytest.param("file", marks=pytest.mark.long)])
 def test_a_killed_rank_is_named(store: str, tmp_path: Path) -> None:
     for kind, text, seconds in _others(

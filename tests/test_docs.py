@@ -49,7 +49,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 LONG = {  # slow, or of `libraries`
-    *("gallery.md", "kernels.md", "solvers.md"),
+    *("errors.md", "fits.md", "gallery.md", "kernels.md", "models.md", "solvers.md"),
+    *("guides/fsdp.md", "guides/means.md", "guides/test-memory.md"),
     *("guides/diffusion.md", "guides/lightning.md", "guides/long-context.md", "guides/trainer.md"),
     *("guides/vision-language.md",),
 }

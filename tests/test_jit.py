@@ -47,6 +47,7 @@ def run(path: Path, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.long
 def test_a_second_process_reads_the_cache_and_a_damaged_one_is_compiled_again_and_replaced(kernels: Path) -> None:
     assert run(kernels) == "[0, 2, 4] 0"
     assert run(kernels) == "[0, 2, 4] 1"
@@ -123,6 +124,7 @@ EDITS = [  # one after the other: a file, what stands there, what takes its plac
 ]
 
 
+@pytest.mark.long
 def test_a_change_in_what_a_kernel_reads_is_compiled(tmp_path: Path) -> None:
     """Compiled code has the code of the kernels that it calls inside, their constants, and the order of fields."""
     for name, text in {"caller": CALLER, "called": CALLED, "constants": "TIMES = 2"}.items():

@@ -311,6 +311,7 @@ def interrupt(process):
     return process.returncode, out, err
 
 
+@pytest.mark.long
 def test_no_bar_shows_where_there_is_no_terminal():
     loop = "import time\nfor _ in progress(range(30), 'a bar'): time.sleep(0.1)"
     script = f"from fxremat.progress import progress\n{loop}"
@@ -339,6 +340,7 @@ def test_an_interrupt_ends_a_solve_at_once(chain_file):
     assert interrupt(process) == (130, b"", b"fxremat: interrupted\n")  # and no bar, as this is no terminal
 
 
+@pytest.mark.long
 def test_a_bar_shows_on_a_terminal_past_two_seconds(chain_file):
     master, terminal = window()
     begin = time.monotonic()

@@ -337,6 +337,7 @@ def check(job: Job, folder: Path) -> list[dict[str, Any]]:
     return seen
 
 
+@pytest.mark.long
 def test_two_processes_of_which_one_has_two_stages(tmp_path: Path) -> None:
     check(Job(model="convolutions", allocation=(0, 1, 0), smallest=True), tmp_path)
 

@@ -42,7 +42,7 @@ def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
 
 
-@pytest.fixture(scope="module", params=["recomputing", "offloading"])
+@pytest.fixture(scope="module", params=["recomputing", pytest.param("offloading", marks=pytest.mark.long)])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
     """A plan that recomputes, or lets values wait in files, and the file that it was saved to."""
     torch._dynamo.reset()

@@ -517,6 +517,7 @@ def test_the_command_line_says_whether_a_step_fits_on_one_device(capsys: pytest.
     assert "budget" not in second
 
 
+@pytest.mark.long
 def test_the_command_line_finds_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
     options = {"search": Search(seconds=0, slots=50), "costs": "H200"}
     least = [planned(*llama(batch), **options).minimum for batch in (2, 3)]

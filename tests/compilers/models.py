@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -122,6 +123,7 @@ def case(name: str) -> Case:
 
 
 NAMES = ("gpt", "resnet", "encoder and decoder", "experts")
+EVERY_DAY = [pytest.param(name, marks=() if name in ("gpt", "resnet") else pytest.mark.long) for name in NAMES]
 
 
 def joint_step(case: Case, partition_fn: Any) -> Callable[[], list[Tensor]]:

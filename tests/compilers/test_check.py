@@ -14,7 +14,7 @@ import fxremat
 from fxremat import plan_check
 from fxremat.errors import FxrematError
 from fxremat.plans import Plan
-from tests.compilers.models import NAMES, case, joint_graph
+from tests.compilers.models import EVERY_DAY, case, joint_graph
 from tests.exported import PLANS
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("torch_ready")
 QUICK = fxremat.Search(seconds=0.2, progress=False)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY_DAY)
 def test_the_peak_counted_on_emitted_graphs_is_the_predicted_one(name: str) -> None:
     one = case(name)
     step = fxremat.capture(one.model, (one.x,), search=QUICK)

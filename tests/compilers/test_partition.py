@@ -18,7 +18,7 @@ from benchmarks import meter
 from fxremat.errors import CaptureError
 from fxremat.passes import partitioner
 from fxremat.torch_private import copied
-from tests.compilers.models import NAMES, case, joint_graph, joint_step
+from tests.compilers.models import EVERY_DAY, case, joint_graph, joint_step
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -26,7 +26,7 @@ QUICK = fxremat.Search(seconds=0.2, progress=False)
 
 
 @pytest.mark.parametrize("budgets", [("60%", "min"), pytest.param(("100%", "40%"), marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY_DAY)
 def test_bits_are_those_of_no_recomputation_and_budgets_hold(name: str, budgets: tuple[str, ...]) -> None:
     one = case(name)
     expected = joint_step(one, default_partition)()
@@ -110,6 +110,7 @@ print(hashlib.sha256("".join(str(graph.graph) for graph in graphs).encode()).hex
 """
 
 
+@pytest.mark.long
 def test_the_same_graph_gives_the_same_plan_in_another_process() -> None:
     options = {"mem": "60%", "costs": "H100", "search": QUICK}
     graphs = partitioner(**options)(joint_graph(case("gpt")), (), num_fwd_outputs=1)  # type: ignore[arg-type]

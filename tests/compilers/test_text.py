@@ -13,7 +13,7 @@ import fxremat
 from fxremat.__main__ import main
 from fxremat.compilers.text import from_text, to_text
 from fxremat.errors import CaptureError
-from tests.compilers.models import NAMES, case, full_step, inputs_of, joint_graph
+from tests.compilers.models import EVERY_DAY, case, full_step, inputs_of, joint_graph
 from tests.compilers.test_whole_step import run
 from tests.passes.test_golden import check
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("torch_ready")
 QUICK = fxremat.Search(seconds=0.2, progress=False)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY_DAY)
 def test_what_is_written_is_read_back(name: str) -> None:
     for graph, outputs in ((joint_graph(case(name)), 1), (full_step(case(name)), None)):
         text = to_text(graph, outputs)

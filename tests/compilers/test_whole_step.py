@@ -14,7 +14,7 @@ from fxremat.errors import CaptureError
 from fxremat.passes import as_emitted, step_pass
 from fxremat.step.step_graph import StepGraph
 from fxremat.torch_private import copied, graph_module
-from tests.compilers.models import NAMES, case, full_step, inputs_of
+from tests.compilers.models import EVERY_DAY, case, full_step, inputs_of
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -28,7 +28,7 @@ def run(graph: fx.GraphModule, inputs: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("budgets", [("60%", "min"), pytest.param(("100%", "40%"), marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY_DAY)
 def test_results_are_the_same_and_the_peak_is_as_predicted(name: str, budgets: tuple[str, ...]) -> None:
     one = case(name)
     given, inputs = full_step(one), inputs_of(one)

@@ -32,6 +32,7 @@ def is_gelu_or_matmul(node: fx.Node) -> bool:
     return node.target in (torch.ops.aten.addmm.default, torch.ops.aten.relu.default)
 
 
+@pytest.mark.long
 def test_what_is_not_to_run_again_does_not_at_any_budget() -> None:
     free, bound = captured("gpt"), captured("gpt", never_again=is_gelu_or_matmul)
     names = {op.name for op, node in zip(free.graph.ops, free.graph.nodes, strict=True) if is_gelu_or_matmul(node)}

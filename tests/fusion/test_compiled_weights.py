@@ -113,6 +113,7 @@ def test_gradients_of_several_batches_are_clipped_together() -> None:
     assert ours.plan.weights.hosted
 
 
+@pytest.mark.long
 def test_a_second_size_keeps_what_lives_on_the_host() -> None:
     ours = trained("60%", [ROWS, ROWS, 2 * ROWS, ROWS])
     first, second = ours.fxremat.plans

@@ -33,7 +33,7 @@ def recomputed(order: Order) -> list[str]:
     return [graph.ops[step.op].target.split(".")[1] for step in steps]
 
 
-@few(20)
+@few(8)
 @given(small_recipes)
 def test_kept_values_are_a_minimum_cut_of_the_forward(recipe: Recipe) -> None:
     graph = capture(Dag(recipe).train(), *batch())

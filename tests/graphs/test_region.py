@@ -83,6 +83,7 @@ def check(region: Region) -> None:
 LATER = [pytest.param(order, marks=pytest.mark.long) for order in ((0, 1, None), (1, None, 0))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", [(0, None), *LATER])
 def test_code_that_may_overwrite_is_not_mixed_up_with_code_that_may_not(
     order: tuple[int | None, ...], cold: None

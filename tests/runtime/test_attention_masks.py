@@ -254,6 +254,7 @@ def test_a_mask_of_a_later_graph_is_looked_at_when_it_comes() -> None:
     assert ours.calls == plain.calls == 3
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:in this model, which computes masks itself")
 def test_a_mask_that_a_later_graph_computes_leaves_random_numbers_and_buffers_as_they_were() -> None:
     model, batch = LateMask(), tokens()

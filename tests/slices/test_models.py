@@ -194,6 +194,7 @@ def test_a_model_in_slices_is_used_as_the_plain_one() -> None:
         assert same(compiled(x, y), model(x, y))
 
 
+@pytest.mark.long
 def test_recomputation_goes_with_slices() -> None:
     model, inputs = Example(make=lambda: GatedStack(4), inputs=features(4, 128, 32)).made()
     plain = gradients_after(model, step_of(model, inputs))
@@ -275,6 +276,7 @@ def test_slices_go_through_the_door_of_torch_compile() -> None:
     assert unequal(ours, plain)  # a sum over slices is another sum
 
 
+@pytest.mark.long
 def test_outputs_beside_the_loss_are_left_out_where_asked() -> None:
     example = EXAMPLES["logits beside"]
     model, inputs = example.made()

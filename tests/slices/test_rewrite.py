@@ -134,6 +134,7 @@ print(*(loop.digest for name in ("ignored", "equal layers") for loop in loops(in
 """
 
 
+@pytest.mark.long
 def test_a_digest_is_the_same_in_another_process() -> None:
     here = [loop.digest for name in ("ignored", "equal layers") for loop in loops(in_slices(name))]
     ran = subprocess.run([sys.executable, "-c", DIGESTS], capture_output=True, text=True, check=True)
