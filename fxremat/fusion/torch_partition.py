@@ -7,6 +7,7 @@ The order of captured ops that belongs to it recomputes each op of which a part 
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from fxremat.passes.lower_as_one import mark
 from fxremat.step.program import Order
 from fxremat.torch_inductor import decomposed_joint, partitioned
 from fxremat.torch_private import storage_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,10 +74,17 @@ class TorchPartition:
         """Return forward and backward where torch may keep this share of what it would keep at most.
 
         O(nodes), and a minimum cut. None if an op that cannot be compiled depends on others, so that there are more
-        than two regions.
+        than two regions, or if torch cannot partition the graph, which is logged.
         """
         if not _are_two_regions(by_phase(self._known.program())):
             return None
+        try:
+            return self._phases(share)
+        except Exception as error:  # of a graph that torch does not know from its own capture
+            log.warning("torch cannot partition the graph (%s: %s): its way is not tried", type(error).__name__, error)
+            return None
+
+    def _phases(self, share: float) -> TwoPhases | None:
         whole, count = self._decomposed, len(self._graph.forward_outputs)
         emitting = _Emitting(whole, *partitioned(whole, count, share, self._run_once), count)
         order = self._order(emitting.again)

@@ -283,12 +283,7 @@ class _Search:
         """Return the program that torch's partitioner makes, and the bytes that the backward reads of the forward."""
         if self._step.trained is not None:
             return None, 0
-        try:
-            phases = self._partition.phases(share)
-        except Exception as error:  # of a graph that torch does not know from its own capture
-            log.warning("torch cannot partition the graph (%s: %s): its way is not tried", type(error).__name__, error)
-            return None, 0
-        if phases is None:
+        if (phases := self._partition.phases(share)) is None:
             return None, 0
         program = phases.order.program()
         peak, time = live_bytes(program, self._single.sizes).peak, self._single.time(program)

@@ -22,6 +22,7 @@ from fxremat.cost.calibrate import calibration, costs_of_phases
 from fxremat.cost.measure import measure
 from fxremat.fusion.joint import fused_program
 from fxremat.fusion.min_cut import least_traffic
+from fxremat.fusion.torch_partition import TorchPartition
 from fxremat.fusion.units import by_phase
 from fxremat.graphs.accounting import copied_gradients, device_of, held_beside_copies, largest_tensor
 from fxremat.graphs.captured import Captured, captured_of, inputs_across
@@ -56,7 +57,6 @@ log = logging.getLogger(__name__)
 
 SHARE = 0.1  # each graph may be searched for this fraction of the seconds that the user allows
 REMEMBERED = 64  # programs are cached for this many graphs
-COMPILED = 3  # orders of single ops that are compiled, at most, beside the one with the least memory traffic
 
 _known: OrderedDict[object, Sequence[CallProgram]] = OrderedDict()
 
@@ -213,23 +213,30 @@ def as_in_a_step(step: Step, costs: Costs) -> Costs:
 
 
 def _compiled(step: Step, alone: Sequence[CallProgram], options: Options) -> Iterator[CallProgram]:
-    """Yield programs with forward and backward compiled, for some of the orders of single ops.
+    """Yield programs with forward and backward compiled.
 
-    These are the fastest, the one that saves least, some in between, and the one with the least memory traffic. Bytes
-    and seconds are those of steps that have run.
+    They are what `torch.compile` runs, and two of the orders of single ops: the one that takes the least memory, and
+    one in the middle by the bytes that they save. Where torch cannot partition the graph, they are more of these
+    orders, and the one with the least memory traffic. Bytes and seconds are those of steps that have run.
     """
-    graph = step.graph
+    graph, kernels, once = step.graph, kernels_of(options), run_once(step.graph, options.wishes)
     by_bytes = sorted(alone, key=lambda one: one.saved)
-    places = {round(k * (len(by_bytes) - 1) / (COMPILED - 1)) for k in range(COMPILED)}
-    chosen = [alone[0], least_of(alone), *(by_bytes[place] for place in sorted(places))]
-    orders = [replace(one.order, layout=replace(one.order.layout, graph=graph)) for one in chosen]
-    orders.append(least_traffic(graph, orders[0], run_once(graph, options.wishes)))
-    kernels = kernels_of(options)
+    fastest, least, half, most = (
+        replace(one.order, layout=replace(one.order.layout, graph=graph))
+        for one in (alone[0], least_of(alone), by_bytes[len(by_bytes) // 2], by_bytes[-1])
+    )
+    orders, phases = [least, half], TorchPartition(graph, fastest, once).phases()
+    if phases is None:
+        orders += [fastest, most, least_traffic(graph, fastest, once)]
     distinct = {(order.ops, order.split): order for order in orders}.values()
     programs = [order.program() for order in distinct]
     fused = [fused_program(program, by_phase(program), kernels) for program in programs]
-    compile_new([captured_of(program.layout.graph) for program in fused])
-    for order, program in zip(distinct, fused, strict=True):
+    ways = [*zip(distinct, fused, strict=True)]
+    if phases is not None:
+        program = phases.order.program()
+        ways.append((phases.order, fused_program(program, phases.units, kernels, phases.emitted)))
+    compile_new([captured_of(program.layout.graph) for _, program in ways])
+    for order, program in ways:
         joint = captured_of(program.layout.graph)
         whole = len(regions_of(joint.module.graph)) == PHASES
         own = costs_of_phases(program, step.inputs, apart=True) if whole else measure(joint, step.inputs)
