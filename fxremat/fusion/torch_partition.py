@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.errors import FxrematError
 from fxremat.fusion.min_cut import with_recomputations
 from fxremat.fusion.units import Units, by_phase, ops_of
 from fxremat.graphs.captured import Captured
@@ -68,7 +69,10 @@ class TorchPartition:
         """The names of nodes of the decomposed graph that must not be recomputed, random ones among them."""
         graph = self._graph
         once = {graph.nodes[op.index].name for op in graph.ops if op.random or op.index in self._once}
-        return {node.name for node in self._decomposed.graph.nodes if _origin(node) in once}
+        found = {node.name: _origin(node) for node in self._decomposed.graph.nodes if _origin(node) in once}
+        if missing := once - set(found.values()):
+            raise FxrematError(f"{min(missing)} must not run twice, and no decomposed op says that it was made from it")
+        return set(found)
 
     def phases(self, share: float = 1.0) -> TwoPhases | None:
         """Return forward and backward where torch may keep this share of what it would keep at most.

@@ -116,6 +116,14 @@ def test_what_must_not_run_again_does_not() -> None:
     assert once.isdisjoint(step.op for step in kept.order.program().executions if step.role is Role.RECOMPUTE)
 
 
+def test_a_graph_that_does_not_tell_what_is_random_is_not_partitioned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch_partition, "_origin", lambda _: "")
+    assert partition_of(captured(*MODELS[DROPOUT]())).phases() is None
+    assert "seeds_default must not run twice" in caplog.text
+
+
 def test_only_two_regions_are_torchs() -> None:
     graph = captured(*MODELS["words"]())
     partition = partition_of(graph)
