@@ -173,7 +173,7 @@ MIXED = tuple(name for name in CASES if CASES[name].policy != MixedPrecisionPoli
 def _every_day(rank: int, world: int) -> dict[str, Any]:
     """What two ranks see of all that is tried every day, in one job."""
     return {
-        "fsdp": _as_fsdp(rank, world, ("uneven with dropout", "batch norm"), ("60%",)),
+        "fsdp": _as_fsdp(rank, world, ("uneven with dropout",), ("60%",)),
         "ddp": _as_ddp(rank, world, ("dropout",), ("60%",)),
         "refused": _refused(rank, world),
         "hosted": _hosted(rank, world),

@@ -88,7 +88,7 @@ def test_the_real_peak_is_made_to_fit() -> None:
             within.fit(lambda: None)
 
 
-@pytest.mark.parametrize("share", [0.8, 0.2])
+@pytest.mark.parametrize("share", [0.8, pytest.param(0.2, marks=pytest.mark.long)])
 def test_budgets_below_what_single_ops_take_are_tried(share: float) -> None:
     model, given = Words(), tokens()
     least = fxremat.capture(joint_of(model, *given)[0], num_fwd_outputs=1).least()

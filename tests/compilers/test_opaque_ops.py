@@ -109,6 +109,7 @@ KINDS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "cond": in_cond,
     "cond with noise": in_cond_with_noise,
 }
+EVERY_DAY = [pytest.param(kind, marks=() if kind in ("custom op", "cond") else pytest.mark.long) for kind in KINDS]
 AGAIN = {  # ops that plans for little memory recompute
     "custom op": "fxremat_tests.scaled.default",
     "overwriting op": "auto_functionalized_v2",
@@ -158,7 +159,7 @@ def test_they_are_kept_and_recomputed_like_others(kind: str) -> None:
     assert AGAIN[kind] in recomputed(plan)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_DAY)
 def test_they_are_planned_in_a_joint_graph_for_this_device_and_another(kind: str) -> None:
     one = case(kind)
     expected = joint_step(one, default_partition)()
