@@ -36,7 +36,8 @@ COLUMNS = (
     Column(name="took ms", width=9, text=lambda r: f"{1e3 * r['seconds']:.1f}"),
     Column(name="planned s", width=11, text=lambda r: f"{r['planning']:.0f}"),
     Column(name="kernels", text=lambda r: _kernels(r)),
-    Column(name="regions", text=lambda r: str(r["regions"] or r["not_compiled"])),
+    Column(name="regions", width=9, text=lambda r: str(r["regions"] or r["not_compiled"])),
+    Column(name="cut", text=lambda r: r.get("cut", "")),
 )
 
 
@@ -76,6 +77,7 @@ def _measure(name: str, mem: str, size: GpuSize, whole: bool) -> Row:
         "planning": planning,
         "regions": plan.compiled.regions if plan.compiled else 0,
         "not_compiled": plan.not_compiled,
+        "cut": ("by torch" if plan.compiled.by_torch else "by fxremat") if plan.compiled else "",
         "kernels": {"torch.compile": _profiled(stock, batch), "fxremat": _profiled(ours, batch)},
     }
 
