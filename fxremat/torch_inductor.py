@@ -206,6 +206,22 @@ def _copy_outputs(graph: fx.GraphModule, strides: Sequence[tuple[int, ...] | Non
     output.args = (tuple(returned),)
 
 
+class _Reshaping(fx.Interpreter):
+    """Runs a graph, and copies where a view cannot be made of what a decomposition returns.
+
+    It may return other strides than the op: without the empty tensor among its inputs, `cat` keeps those of the other.
+    """
+
+    VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(torch.ops.aten.reshape.default if target in self.VIEWS else target, args, kwargs)
+
+    def outputs(self, *inputs: Any) -> Any:
+        """Return what the graph returns, as it stands in its output node."""
+        return self.run(*inputs, enable_io_processing=False)
+
+
 def _decomposed(
     module: fx.GraphModule,
     given: Sequence[torch.Tensor],
@@ -227,9 +243,7 @@ def _decomposed(
     with mode:
         fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in given]
         table = {**select_decomp_table(), **decompositions}
-        graph = make_fx(
-            lambda *inputs: module(*inputs), decomposition_table=table, tracing_mode="real"
-        )(*fakes)
+        graph = make_fx(_Reshaping(module).outputs, decomposition_table=table, tracing_mode="real")(*fakes)
     graph.graph.eliminate_dead_code()
     output: Any = graph.graph.output_node()
     strides = [node.meta["val"].stride() if isinstance(node, fx.Node) else None for node in output.args[0]]
@@ -262,11 +276,7 @@ def decomposed_joint(module: fx.GraphModule, decompositions: Mapping[Any, Callab
     with _my_turn(), real_tensors(), torch.no_grad(), mode, fx.traceback.preserve_node_meta():
         shown = [node.meta["val"] for node in given]
         fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in shown]
-        graph = make_fx(
-            lambda *inputs: fx.Interpreter(module).run(*inputs, enable_io_processing=False),
-            decomposition_table=table,
-            tracing_mode="real",
-        )(*fakes)
+        graph = make_fx(_Reshaping(module).outputs, decomposition_table=table, tracing_mode="real")(*fakes)
         graph.graph.eliminate_dead_code()
         for old, new in zip(given, graph.graph.find_nodes(op="placeholder"), strict=True):
             new.name = new.target = old.name

@@ -25,7 +25,7 @@ from fxremat.cost.measure import UNBOUNDED, known_costs, measure
 from fxremat.cost.remembered import keep, of_ops, recall
 from fxremat.cost.updates import units_of, with_own_sizes
 from fxremat.device import kind_of
-from fxremat.errors import BudgetTooSmall
+from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.fusion.joint import fused_program
 from fxremat.fusion.min_cut import least_traffic
 from fxremat.fusion.torch_partition import TorchPartition
@@ -289,7 +289,11 @@ class _Search:
         peak, time = live_bytes(program, self._single.sizes).peak, self._single.time(program)
         candidate = self._plan.chosen.without_transfers.refined_to(phases.order, peak, time)
         fused = fused_program(program, phases.units, self._kernels, phases.emitted)
-        return self._judged(candidate, phases.units, fused, by_torch=share), phases.saved
+        try:
+            return self._judged(candidate, phases.units, fused, by_torch=share), phases.saved
+        except FxrematError as error:  # a region with ops that have to be compiled is not
+            log.warning("the way in which torch partitions the graph is not tried: %s", error)
+            return None, 0
 
     def _less_by_torch(self) -> Judged | None:
         """Return the first program that fits where torch's partitioner may keep less and less; None if none does."""

@@ -116,6 +116,29 @@ def test_a_step_that_cannot_be_run_before_training_is_not_compiled_whole(
     assert call.plan.compiled is None
 
 
+class Cached(nn.Module):
+    """Attention whose keys are appended to an empty cache, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.dropout = nn.Linear(32, 32), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.keys(x).view(4, 16, 4, 8).transpose(1, 2)
+        keys = torch.cat([torch.tensor([]), keys], -2)
+        return (self.dropout(keys @ keys.transpose(-2, -1)) @ keys).square().mean()
+
+
+@pytest.mark.usefixtures("whole_graphs_win")
+def test_what_is_appended_to_an_empty_tensor_lies_otherwise_where_it_is_compiled() -> None:
+    ours, plain, given = Cached(), Cached(), (torch.randn(4, 16, 32),)
+    plain.load_state_dict(ours.state_dict())
+    call: Any = fxremat.compile(ours, mem="200%", backend=WHOLE)
+    theirs = torch.compile(plain, dynamic=False)
+    assert largest_error(gradients(ours, call, given), gradients(plain, theirs, given)) < 2e-5
+    assert call.plan.compiled.regions == 2
+
+
 def test_a_setting_that_is_no_answer_is_refused() -> None:
     with pytest.raises(FxrematError, match="whole_graphs is 'yes'; it is None, True or False"):
         Inductor(whole_graphs="yes")  # type: ignore[arg-type]
