@@ -37,7 +37,7 @@ COLUMNS = (
     Column(name="planned s", width=11, text=lambda r: f"{r['planning']:.0f}"),
     Column(name="kernels", text=lambda r: _kernels(r)),
     Column(name="regions", width=9, text=lambda r: str(r["regions"] or r["not_compiled"])),
-    Column(name="cut", text=lambda r: r.get("cut", "")),
+    Column(name="cut", text=lambda r: r.get("cut", "by fxremat")),
 )
 
 
