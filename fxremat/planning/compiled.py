@@ -67,7 +67,7 @@ from fxremat.search.candidate import Candidate, Frontier, exchanged
 from fxremat.settings import Inductor
 from fxremat.step.costs import Link
 from fxremat.step.liveness import Sizes, live_bytes
-from fxremat.step.program import Program
+from fxremat.step.program import Order, Program
 from fxremat.step.step_graph import StepGraph
 from fxremat.transfers.activations import least_size
 from fxremat.transfers.offloading import Source
@@ -281,14 +281,11 @@ class _Search:
 
     def _partitioned(self, share: float) -> tuple[Judged | None, int]:
         """Return the program that torch's partitioner makes, and the bytes that the backward reads of the forward."""
-        if self._step.trained is not None:
+        phases = None if self._step.trained is not None else self._partition.phases(share)
+        if phases is None:
             return None, 0
-        if (phases := self._partition.phases(share)) is None:
-            return None, 0
-        program = phases.order.program()
-        peak, time = live_bytes(program, self._single.sizes).peak, self._single.time(program)
-        candidate = self._plan.chosen.without_transfers.refined_to(phases.order, peak, time)
-        fused = fused_program(program, phases.units, self._kernels, phases.emitted)
+        candidate = self._running(phases.order)
+        fused = fused_program(candidate.program(), phases.units, self._kernels, phases.emitted)
         try:
             return self._judged(candidate, phases.units, fused, by_torch=share), phases.saved
         except FxrematError as error:  # a region with ops that have to be compiled is not
@@ -343,11 +340,14 @@ class _Search:
 
     def _of_least_traffic(self) -> Candidate:
         """Return the program that recomputes what Inductor fuses, with its peak and its seconds op by op."""
-        plan, joint = self._plan, self._plan.captured
-        known = plan.chosen.without_transfers
-        order = least_traffic(joint, known.order(), run_once(joint, self._options.wishes))
+        joint, known = self._plan.captured, self._plan.chosen.without_transfers.order()
+        return self._running(least_traffic(joint, known, run_once(joint, self._options.wishes)))
+
+    def _running(self, order: Order) -> Candidate:
+        """Return the program that runs ops in this order, with its peak and its seconds op by op."""
         program = order.program()
-        return known.refined_to(order, live_bytes(program, self._single.sizes).peak, self._single.time(program))
+        peak, time = live_bytes(program, self._single.sizes).peak, self._single.time(program)
+        return self._plan.chosen.without_transfers.refined_to(order, peak, time)
 
     def in_regions(self) -> list[Judged]:
         """Return the programs in compiled regions whose steps are to be timed: one or two, or none if none fits.
