@@ -137,7 +137,8 @@ class Inductor(Setting):
         whole_graphs: True: also compile the forward and the backward as one group each, as torch.compile does, so that
             Inductor fuses ops across layers; the fastest that fits is taken. Compiling takes as long as torch.compile
             does, several times if the budget is tight. False: only smaller groups. None: True on CUDA, where ops that
-            are not fused are bound by the memory's bandwidth, else False.
+            are not fused are bound by the memory's bandwidth; elsewhere smaller groups come first, and torch.compile's
+            own way competes with them where that may pay off within 10,000 steps.
         config: settings of `torch._inductor.config`, by name.
 
     Raises:

@@ -21,14 +21,12 @@ from math import inf, sqrt
 from time import monotonic
 
 from fxremat.cost.calibrate import costs_of_phases, has_room, peak_of_step, seconds_of_steps
-from fxremat.cost.measure import UNBOUNDED, known_costs, measure
+from fxremat.cost.measure import known_costs, measure
 from fxremat.cost.remembered import keep, of_ops, recall
 from fxremat.cost.updates import units_of, with_own_sizes
 from fxremat.device import kind_of
-from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.errors import BudgetTooSmall
 from fxremat.fusion.joint import fused_program
-from fxremat.fusion.min_cut import least_traffic
-from fxremat.fusion.torch_partition import TorchPartition
 from fxremat.fusion.units import (
     Unit,
     Units,
@@ -60,14 +58,14 @@ from fxremat.planning.judged import Judged, shares_of
 from fxremat.planning.step import Step
 from fxremat.planning.stored import read, write
 from fxremat.planning.surveys import ABOVE, searched_again
-from fxremat.planning.wishes import run_once
+from fxremat.planning.whole_graphs import WholeGraphs
 from fxremat.plans import Plan
 from fxremat.progress import progress
 from fxremat.search.candidate import Candidate, Frontier, exchanged
 from fxremat.settings import Inductor
 from fxremat.step.costs import Link
 from fxremat.step.liveness import Sizes, live_bytes
-from fxremat.step.program import Order, Program
+from fxremat.step.program import Program
 from fxremat.step.step_graph import StepGraph
 from fxremat.transfers.activations import least_size
 from fxremat.transfers.offloading import Source
@@ -93,12 +91,9 @@ QUICK = 5.0
 PHASES = 2  # forward and backward: where each is one region, steps are measured instead of regions
 # regions are not tried if whole graphs take at most this times the seconds of the op-by-op program
 CLEARLY = 0.9
-# after a program that takes some bytes too many, one is tried that takes this many times as many fewer
-CLOSER = 1.02
-TRIES_OF_TORCH = 2  # maximum number of programs of torch's partitioner that are compiled beside the first
-# torch's partitioner may keep less only if the program found without it takes more than this times the seconds of
-# what `torch.compile` runs without a budget
-CLOSE = 1.02
+# unless the user asks for it, phases are compiled whole on a CPU only if ops that fuse take this fraction of a step
+PROMISING = 0.1
+ACROSS = 0.2  # fraction of the seconds of ops that fuse which fusing across regions is expected to save
 NOTHING_FITS = "no program in regions fits"
 LITTLE_GAINED = "regions that fit would gain little, or nothing"
 
@@ -145,8 +140,6 @@ class _Search:
         self._tried: list[Judged] = []  # programs in compiled regions that were measured so far
         self._gaining = False  # True once some program would be faster in compiled regions than op by op
         self._compiling = 0.0  # seconds spent compiling so far
-        # by share, the program that torch's partitioner makes, and the bytes that it saves for the backward
-        self._torchs: dict[float, tuple[Judged | None, int]] = {}
 
     def chosen_before(self) -> Plan | None:
         """Return the plan that an earlier search stored on disk; None if there is none, or it does not fit."""
@@ -155,7 +148,7 @@ class _Search:
             return None
         candidate = exchanged(self._plan.graph)(known.candidate)
         if known.by_torch is not None:
-            judged = self._by_torch(known.by_torch)
+            judged = self._whole_graphs.by_torch(known.by_torch)
         else:
             judged = self._fitting(self._judged(candidate, known.units)) if known.units else self.op_by_op
         if judged is None or judged.peak > self._plan.budget or (known.units and not self._runs_within(judged)):
@@ -174,6 +167,7 @@ class _Search:
             alone = [self.op_by_op] if self._fits_op_by_op else []
             enough = whole and (not alone or min(one.time for one in whole) <= CLEARLY * self.op_by_op.time)
             in_regions = [] if enough else self.in_regions()
+            whole += self.as_torch()
             rivals = [*whole, *in_regions, *alone]
             if not rivals:
                 return replace(plan, not_compiled=NOTHING_FITS)
@@ -244,110 +238,36 @@ class _Search:
         options, of = self._options, (self._kernels.configuration, self._plan.budget, self._plan.chosen.peak)
         sought = (options.search.seconds, options.search.slots)
         hosted = (self._plan.link, options.host_limit)
-        settings = ("in regions, or as torch cuts", *of, options.solver, *sought, options.loss_outside.size, *hosted)
+        whole = (options.inductor or Inductor()).whole_graphs
+        settings = ("in regions, or whole", whole, *of, options.solver, *sought, options.loss_outside.size, *hosted)
         return repr(key_of(self._plan.graph, self._single, settings))
 
     def whole(self) -> list[Judged]:
-        """Return programs that fit, with forward and backward compiled whole: up to two.
+        """Return programs that fit, with forward and backward compiled whole, if the user wants that."""
+        wanted = compiles_whole_graphs(self._plan.graph, self._options) and self._plan.link is None
+        return self._whole_graphs.within(self._budget) if wanted else []
 
-        The first tried is what `torch.compile` runs. If it takes more than the budget, programs are searched with the
-        seconds that ops take inside of it, and made by torch's partitioner, which may keep less. Where that partitioner
-        cannot be used, the first has the least memory traffic, and competes with the one that recomputes nothing.
-        """
-        if not compiles_whole_graphs(self._plan.graph, self._options) or self._plan.link is not None:
+    def as_torch(self) -> list[Judged]:
+        """Return the program of torch's partitioner that fits best, if it may gain, and the user leaves that open."""
+        open_ = (self._options.inductor or Inductor()).whole_graphs is None and self._plan.link is None
+        if not open_ or not self._may_gain_whole or compiles_whole_graphs(self._plan.graph, self._options):
             return []
-        first = self._by_torch(1.0)
-        if first is None:
-            found = [self._fastest_whole(self._judged_whole(self._of_least_traffic()))]
-            keep_all = self._plan.alternatives.keep_all
-            if keep_all.layout.graph is self._plan.graph and keep_all.peak <= self._budget:
-                found.append(self._judged_whole(keep_all))
-        elif first.peak <= self._budget:
-            found = [first]
-        else:
-            found = [ours := self._fastest_whole(first)]
-            if ours is None or ours.time > CLOSE * first.time:
-                found.append(self._less_by_torch())
-        return [one for one in found if one is not None and one.peak <= self._budget]
-
-    def _by_torch(self, share: float) -> Judged | None:
-        """Return the program that torch's partitioner makes where it may keep this share of what it keeps at most.
-
-        None where the step is not two regions, or torch cannot partition it.
-        """
-        if share not in self._torchs:
-            self._torchs[share] = self._partitioned(share)
-        return self._torchs[share][0]
-
-    def _partitioned(self, share: float) -> tuple[Judged | None, int]:
-        """Return the program that torch's partitioner makes, and the bytes that the backward reads of the forward."""
-        phases = None if self._step.trained is not None else self._partition.phases(share)
-        if phases is None:
-            return None, 0
-        candidate = self._running(phases.order)
-        fused = fused_program(candidate.program(), phases.units, self._kernels, phases.emitted)
-        try:
-            return self._judged(candidate, phases.units, fused, by_torch=share), phases.saved
-        except FxrematError as error:  # a region with ops that have to be compiled is not
-            log.warning("the way in which torch partitions the graph is not tried: %s", error)
-            return None, 0
-
-    def _less_by_torch(self) -> Judged | None:
-        """Return the first program that fits where torch's partitioner may keep less and less; None if none does."""
-        share, (judged, most) = 1.0, self._torchs[1.0]
-        for _ in range(TRIES_OF_TORCH):
-            if judged is None or judged.peak >= UNBOUNDED:
-                return None
-            share -= CLOSER * (judged.peak - self._budget) / max(1, most)
-            if share <= 0:
-                return None
-            judged = self._by_torch(share)
-            if judged is not None and judged.peak <= self._budget:
-                return judged
-        return None
+        judged = self._whole_graphs.as_torch_within(self._budget)
+        return [] if judged is None else [judged]
 
     @cached_property
-    def _partition(self) -> TorchPartition:
-        known = self._plan.chosen.without_transfers.order()
-        return TorchPartition(self._plan.captured, known, run_once(self._plan.captured, self._options.wishes))
-
-    def _fastest_whole(self, judged: Judged) -> Judged | None:
-        """Return the fastest program that recomputes and fits, with forward and backward compiled whole; None if none.
-
-        How many bytes a program takes less compiled than op by op is known from the program before.
-
-        Args:
-            judged: the one that is tried first.
+    def _may_gain_whole(self) -> bool:
+        """True if ops that fuse take much of a step, so that fusing across regions may pay off compiling all ops again.
         """
-        candidates: Sequence[Candidate] = ()
-        known, allowed = [judged], judged.candidate.peak
-        while judged.peak > self._budget:
-            if len(known) == TRIES or judged.peak >= UNBOUNDED:
-                return None
-            allowed = min(allowed, judged.candidate.peak) - int(CLOSER * (judged.peak - self._budget))
-            if not candidates:
-                shares = shares_of(known, self._single, self._plan.captured)
-                candidates = self._candidates_with(shares, max(allowed, 1))
-            candidate = next((one for one in candidates if one.peak <= allowed), candidates[-1])
-            if any(candidate is one.candidate for one in known):
-                return None
-            judged = self._judged_whole(candidate)
-            known.append(judged)
-        return judged
+        ops = range(len(self._plan.graph.ops))
+        fusing = sum(self._single.seconds[op] for op in ops if is_pointwise(self._plan.captured.nodes[op]))
+        pays = COMPILING * len(ops) <= STEPS * ACROSS * fusing
+        return pays and fusing >= PROMISING * self._single.time_of(ops)
 
-    def _judged_whole(self, candidate: Candidate) -> Judged:
-        return self._judged(candidate, by_phase(candidate.program()))
-
-    def _of_least_traffic(self) -> Candidate:
-        """Return the program that recomputes what Inductor fuses, with its peak and its seconds op by op."""
-        joint, known = self._plan.captured, self._plan.chosen.without_transfers.order()
-        return self._running(least_traffic(joint, known, run_once(joint, self._options.wishes)))
-
-    def _running(self, order: Order) -> Candidate:
-        """Return the program that runs ops in this order, with its peak and its seconds op by op."""
-        program = order.program()
-        peak, time = live_bytes(program, self._single.sizes).peak, self._single.time(program)
-        return self._plan.chosen.without_transfers.refined_to(order, peak, time)
+    @cached_property
+    def _whole_graphs(self) -> WholeGraphs:
+        options, judge, searched = self._options, self._judged, self._candidates_with
+        return WholeGraphs(self._plan, self._step, options, self._kernels, judge, searched)
 
     def in_regions(self) -> list[Judged]:
         """Return the programs in compiled regions whose steps are to be timed: one or two, or none if none fits.

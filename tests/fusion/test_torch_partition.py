@@ -19,6 +19,7 @@ from fxremat.options import Options
 from fxremat.passes.pipelines import PIPELINES, normalize
 from fxremat.planning import compiled
 from fxremat.planning.compiled import kernels_of
+from fxremat.planning.whole_graphs import WholeGraphs
 from fxremat.search.survey import survey
 from fxremat.settings import Inductor
 from fxremat.step.program import Role
@@ -44,6 +45,13 @@ def phases_of(partition: TorchPartition, share: float) -> TwoPhases:
     phases = partition.phases(share)
     assert phases is not None
     return phases
+
+
+@pytest.fixture
+def others_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that are not compiled whole take ages."""
+    monkeypatch.setattr(compiled, "CLEARLY", 1e9)
+    monkeypatch.setattr(compiled._Search, "_seconds", lambda _, found, single: [1e9] * len([*found, *single]))
 
 
 DROPOUT = "convolutions, normalizations, attention, dropout"
@@ -133,11 +141,10 @@ def test_only_two_regions_are_torchs() -> None:
     assert len(fused.steps) == len(units)
 
 
+@pytest.mark.usefixtures("others_are_slow")
 @pytest.mark.parametrize("percent", [pytest.param(100, marks=pytest.mark.long), 90])
 def test_the_plan_takes_what_torch_compile_runs_where_it_fits(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "CLEARLY", 1e9)
-    monkeypatch.setattr(compiled._Search, "_seconds", lambda _, found, single: [1e9] * len([*found, *single]))
-    monkeypatch.setattr(compiled._Search, "_fastest_whole", lambda *_: None)  # those of torch's partitioner only
+    monkeypatch.setattr(WholeGraphs, "_faster", lambda *_: None)  # those of torch's partitioner only
     given = (torch.randn(512, 32),)
     first: Any = fxremat.compile(Layers(), mem="200%", backend=WHOLE, example_inputs=given)
     budget = first.plan.predicted_peak * percent // 100
@@ -154,6 +161,36 @@ def test_the_plan_takes_what_torch_compile_runs_where_it_fits(percent: int, monk
     assert again.plan.predicted_peak == call.plan.predicted_peak
 
 
+@pytest.mark.usefixtures("others_are_slow")
+@pytest.mark.parametrize("pays", [True, False])
+def test_unless_told_otherwise_phases_are_compiled_whole_on_a_cpu_where_that_may_pay(
+    pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "STEPS", 1e9 if pays else 0)
+    monkeypatch.setattr(compiled, "PROMISING", 0.0)
+    monkeypatch.setattr(compiled, "CUTS", ())  # regions are not what is tested
+    for whole_graphs in (None, False):
+        backend = Inductor(random="inductor", whole_graphs=whole_graphs)
+        call: Any = fxremat.compile(Words(), mem="150%", backend=backend, example_inputs=tokens())
+        by_torch = call.plan.compiled is not None and call.plan.compiled.by_torch
+        assert by_torch == (pays and whole_graphs is None)
+
+
+@pytest.mark.usefixtures("others_are_slow")
+def test_a_share_that_cannot_fit_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[float] = []
+    as_it_is = WholeGraphs.by_torch
+    monkeypatch.setattr(WholeGraphs, "by_torch", lambda self, share: tried.append(share) or as_it_is(self, share))
+    monkeypatch.setattr(WholeGraphs, "_faster", lambda *_: None)
+    model, given = MODELS["layers"]()
+    budget = phases_of(partition_of(captured(model, given)), 1.0).saved * 9 // 10
+    call: Any = fxremat.compile(model, mem=budget, backend=WHOLE, example_inputs=given)
+    assert 0 < max(tried) < 1
+    assert call.plan.compiled.by_torch
+    assert call.plan.predicted_peak <= budget
+
+
+@pytest.mark.usefixtures("others_are_slow")
 def test_where_torch_cannot_partition_the_least_traffic_is_compiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,8 +198,6 @@ def test_where_torch_cannot_partition_the_least_traffic_is_compiled(
         raise RuntimeError("no such op")
 
     monkeypatch.setattr(torch_partition, "partitioned", failing)
-    monkeypatch.setattr(compiled, "CLEARLY", 1e9)
-    monkeypatch.setattr(compiled._Search, "_seconds", lambda _, found, single: [1e9] * len([*found, *single]))
     call: Any = fxremat.compile(Words(), mem="150%", backend=WHOLE, example_inputs=tokens())
     assert call.plan.compiled.regions == 2
     assert not call.plan.compiled.by_torch
