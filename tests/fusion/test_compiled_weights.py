@@ -91,11 +91,15 @@ def peak_of(model: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("updates", "activations"),
-    [("backward", True), ("step", False), pytest.param("backward", False, marks=pytest.mark.long)],
+    ("updates", "activations", "mem"),
+    [
+        ("backward", True, "60%"),
+        ("step", False, "60%"),
+        pytest.param("backward", False, "70%", marks=pytest.mark.long),  # the least is 63 %
+    ],
 )
-def test_the_budget_holds_with_compiled_regions(updates: str, activations: bool) -> None:
-    ours = trained("60%", [ROWS] * 3, updates=updates, activations=activations)
+def test_the_budget_holds_with_compiled_regions(updates: str, activations: bool, mem: str) -> None:
+    ours = trained(mem, [ROWS] * 3, updates=updates, activations=activations)
     plan = ours.plan
     assert plan.compiled is not None
     assert plan.compiled.regions > 0
