@@ -546,7 +546,8 @@ def compiled_in_parts(
         return found
 
     def captured(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with around(), traced_torch_modules(), rnns_left_to_python(), silent("torch._dynamo.variables.tensor"):
+        traced = traced_torch_modules(), packed_sequences_left_to_python()
+        with around(), traced[0], traced[1], silent("torch._dynamo.variables.tensor"):
             try:
                 with capture_settings(dynamic):
                     return inner(*args, **kwargs)
@@ -581,25 +582,56 @@ def traced_torch_modules() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rnns_left_to_python() -> Iterator[None]:
-    """Within this context, dynamo ends a graph before each call of nn.RNN, nn.GRU or nn.LSTM, and goes on after it.
+def packed_sequences_left_to_python() -> Iterator[None]:
+    """Within this context, dynamo ends a graph before each call of nn.RNN, nn.GRU or nn.LSTM with packed sequences.
 
-    It does not trace these, and where it reads such a module from an attribute, it leaves the whole function to Python.
-    `torch._dynamo.config.allow_rnn` lets it read the attribute; a `forward` that is disabled ends the graph (torch
-    2.11, 2.13).
+    It goes on after the call. A `forward` that is disabled ends the graph (torch 2.11, 2.13).
     """
-    import torch._dynamo.config as dynamo_config
-
     kinds = (torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM)
     own = {kind: kind.forward for kind in kinds}
     try:
         for kind in kinds:
-            kind.forward = outside_graphs(own[kind], "its kernels run as they are")  # type: ignore[method-assign]
-        with dynamo_config.patch(allow_rnn=True):
-            yield
+            kind.forward = _unless_packed(own[kind])  # type: ignore[method-assign]
+        yield
     finally:
         for kind in kinds:
             kind.forward = own[kind]  # type: ignore[method-assign]
+
+
+def _unless_packed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    python = outside_graphs(forward, "its kernels run as they are")
+
+    def call(module: Any, input: Any, hx: Any = None) -> Any:
+        packed = isinstance(input, torch.nn.utils.rnn.PackedSequence)
+        return python(module, input, hx) if packed else forward(module, input, hx)
+
+    return call
+
+
+def recurrent_kernels() -> Mapping[str, Callable[..., Any]]:
+    """Return the functions behind nn.LSTM, nn.GRU and nn.RNN, by the names of `RNNBase.mode` (torch 2.11, 2.13)."""
+    vf: Any = torch._VF
+    return {"LSTM": vf.lstm, "GRU": vf.gru, "RNN_TANH": vf.rnn_tanh, "RNN_RELU": vf.rnn_relu}
+
+
+@contextlib.contextmanager
+def autograd_inside_of_ops() -> Iterator[None]:
+    """Within this context, autograd records ops that the kernel of another op calls, below which it is switched off.
+
+    `torch._C._ForceDispatchKeyGuard` sets the keys that are excluded on this thread; AOTAutograd switches hooks of
+    saved tensors off while it traces (both torch 2.11, 2.13).
+    """
+    keys: Any = torch._C
+    excluded = keys._dispatch_tls_local_exclude_set()
+    for name in ("AutogradCPU", "AutogradCUDA", "AutogradXPU", "AutogradMPS", "AutogradPrivateUse1", "AutogradOther"):
+        excluded = excluded.remove(getattr(keys.DispatchKey, name))
+    excluded = excluded.remove(keys.DispatchKey.ADInplaceOrView)
+    traced = keys._autograd._saved_tensors_hooks_set_tracing(False)
+    try:
+        with keys._ForceDispatchKeyGuard(keys._dispatch_tls_local_include_set(), excluded):
+            yield
+    finally:
+        keys._autograd._saved_tensors_hooks_set_tracing(traced)
 
 
 def outside_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
@@ -714,6 +746,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     `optimize_ddp`                off: DistributedDataParallel does not split the graph by its buckets
     `use_numpy_random_stream`     on: random numbers of NumPy are NumPy's, not torch's; their calls end a graph
     `trace_autograd_ops`          on: `torch.autograd.grad` inside of forward
+    `allow_rnn`                   on: nn.RNN, nn.GRU and nn.LSTM are traced, which `passes/recurrent.py` makes ops
     """
     import torch._dynamo.config as dynamo_config
     from torch.fx.experimental import _config
@@ -728,6 +761,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
         "optimize_ddp": False,
         "use_numpy_random_stream": True,
         "trace_autograd_ops": True,
+        "allow_rnn": True,
         "ignore_logger_methods": (ignored := logging_functions()),
         "ignore_logging_functions": ignored,
     }

@@ -48,6 +48,12 @@ def frame_of(node: fx.Node) -> Frame | None:
     return Frame(file=file, line=int(line), function=function, code=code)
 
 
+def source_of(node: fx.Node) -> str:
+    """Return the source line of an op, as `, model.py:12 in forward: code`; "" if tracing did not record it."""
+    frame = frame_of(node)
+    return f", {frame.file}:{frame.line} in {frame.function}: {frame.code}" if frame else ""
+
+
 def module_of(node: fx.Node) -> str:
     """Return the submodule of an op, such as "layers.3.up"; for a backward op, that of its forward op; "" if unknown.
     """

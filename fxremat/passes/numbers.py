@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxremat.errors import CaptureError
-from fxremat.graphs.names import frame_of
+from fxremat.graphs.names import source_of
 from fxremat.graphs.nodes import SYMBOLS, is_number
 from fxremat.graphs.symbolic import NotSymbolic, is_size
 from fxremat.torch_private import depends_on_data, depends_on_float, expression_of
@@ -68,13 +68,7 @@ def _refuse_symbols(node: fx.Node, value: object) -> None:
         raise NotSymbolic("a size that is computed from a float")
     if any(map(depends_on_data, sizes)):
         raise CaptureError(
-            f"the size of {node.name} depends on data{_source(node)}, and a plan in bytes needs fixed sizes: keep the "
-            "op out of the model, give it a fixed size (such as output_size=, a mask instead of a selection), or "
+            f"the size of {node.name} depends on data{source_of(node)}, and a plan in bytes needs fixed sizes: keep "
+            "the op out of the model, give it a fixed size (such as output_size=, a mask instead of a selection), or "
             "compile the submodules around it instead"
         )
-
-
-def _source(node: fx.Node) -> str:
-    """Return the source line of an op, as `, model.py:12 in forward: code`; "" if tracing did not record it."""
-    frame = frame_of(node)
-    return f", {frame.file}:{frame.line} in {frame.function}: {frame.code}" if frame else ""

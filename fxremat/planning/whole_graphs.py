@@ -150,7 +150,8 @@ class WholeGraphs:
     def _lower(self, share: float, bytes_: int) -> float:
         """Return the share with which these bytes fewer are saved than with this one."""
         most, now = self._phases(1.0), self._phases(share)
-        assert most and now
+        assert most
+        assert now
         return min(share, now.saved / most.saved) - CLOSER * bytes_ / most.saved
 
     def _phases(self, share: float) -> TwoPhases | None:

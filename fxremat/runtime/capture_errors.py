@@ -10,12 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-import torch
 from torch import fx, nn
 
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.graphs.captured import Captured
-from fxremat.graphs.names import frame_of
 from fxremat.torch_private import (
     backend_failure,
     backward_hooks_of,
@@ -40,7 +38,6 @@ ADVICE = (
         r"Unsupported context manager|register_buffer|register_\w*hook|setattr",
         "If it is done at the first call only, call the uncompiled model once before compiling it",
     ),
-    (r"RNN, GRU, or LSTM", "Write it as a loop over cells (nn.LSTMCell)"),
     (r"[Ss]parse", "Use dense gradients (sparse=False)"),
     (r"manual_seed|[gs]et_rng_state|Generator", "Seed before the call, and draw from the default generator"),
     (r"print\(|Logger|reorderable", "Leave messages out of forward"),
@@ -104,17 +101,6 @@ def submodule_error(model: nn.Module, error: Exception) -> CaptureError | None:
         f"({type(module).__name__}), and no captured graph calls it: remove it, or compile the submodules around it "
         "instead; those of the compiled module itself are called"
     )
-
-
-def refuse_opaque(graph: fx.Graph) -> None:
-    """Raise `CaptureError` for an nn.LSTM that runs in oneDNN's CPU kernel, whose backward cannot be run separately."""
-    if node := next(iter(graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default)), None):
-        frame = frame_of(node)
-        line = f", {frame.file}:{frame.line} in {frame.function}: {frame.code}," if frame else ""
-        raise CaptureError(
-            f"nn.LSTM{line} runs on a CPU in one kernel of oneDNN, which cannot be planned: write it as a loop over "
-            "nn.LSTMCell, train it on a GPU, or compile the submodules around it instead"
-        )
 
 
 def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> Exception | None:

@@ -44,6 +44,7 @@ from fxremat.ops.parameters import Weights
 from fxremat.options import Options, SeenLoss, options_of
 from fxremat.passes.numbers import refuse_symbols
 from fxremat.passes.pipelines import PIPELINES, normalize
+from fxremat.passes.recurrent import recurrent_as_ops
 from fxremat.passes.regions import inline_regions
 from fxremat.passes.tangents import bear_any_layout
 from fxremat.planning.captured_step import CapturedStep, FixedStep
@@ -66,7 +67,7 @@ from fxremat.runtime.auxiliary_outputs import (
     runs_again,
 )
 from fxremat.runtime.called_graph import CalledGraph
-from fxremat.runtime.capture_errors import refuse_opaque, refuse_without_gradients
+from fxremat.runtime.capture_errors import refuse_without_gradients
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.devices import check_devices
 from fxremat.runtime.double_backward import Rerun, TwiceDifferentiable
@@ -191,6 +192,7 @@ class Backend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Return a compiled function for a captured graph. Raises `CaptureError` for sizes that depend on data."""
         inline_regions(module)
+        recurrent_as_ops(module.graph)
         checks = unmark(module.graph, self.input_names)
         outputs = auxiliary_outputs_of(module)
         if outputs.all:
@@ -452,7 +454,6 @@ class Backend:
         again: bool,
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        refuse_opaque(module.graph)
         self._note_names(module.graph)
         as_eager = self._as_eager(module, num_fwd_outputs)
         alone = self.coordinator is not None and has_symbolic_sizes(module.graph)  # runs single ops at any size

@@ -29,7 +29,6 @@ class Calls(nn.Module):
         super().__init__()
         self.function = function
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.recurrent = nn.LSTM(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.cumulative = nn.BatchNorm1d(WIDTH, momentum=None)
 
@@ -58,11 +57,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
         lambda m, x: m.linear(x) * x.data_ptr(),
         (rows(),),
         r"not one graph: tracing stops at .*test_advice.py:\d+",
-    ),
-    "a recurrent layer": (
-        lambda m, x: m.recurrent(x)[0],
-        (rows(),),
-        r"not one graph: tracing stops at .*test_advice.py:\d+.*LSTMCell",
     ),
     "a branch on data": (
         lambda m, x: m.linear(x) if x.sum() > 0 else x,

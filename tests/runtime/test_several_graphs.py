@@ -473,32 +473,6 @@ def test_a_graph_of_views() -> None:
     assert ours.plan.graphs == 3
 
 
-class Recurrent(nn.Module):
-    """Reads a recurrent module from an attribute, where dynamo would leave the whole function to Python."""
-
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.below = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-        self.recurrent = kind(WIDTH, 16, num_layers=2, dropout=0.1, batch_first=True)
-        self.above = nn.Sequential(nn.Linear(16, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, _ = self.recurrent(self.below(x))
-        return self.above(hidden).square().mean()
-
-
-@pytest.mark.parametrize("kind", [*(pytest.param(k, marks=pytest.mark.long) for k in (nn.RNN, nn.GRU)), nn.LSTM])
-def test_a_recurrent_module_runs_between_two_graphs(kind: type[nn.RNNBase]) -> None:
-    torch.manual_seed(0)
-    model = Recurrent(kind)
-    ours, plain = fxremat.compile(model, mem="90%", search=QUICK), copy.deepcopy(model)
-    x = rows(24 * 8).view(24, 8, WIDTH)
-    for _ in range(3):
-        assert_equal_steps(ours, plain, x)
-    assert [call.name for call in ours.plan.calls] == ["below", "above"]
-    assert peak_of(ours, x) <= ours.plan.budget
-
-
 def test_example_inputs_plan_at_once_and_change_nothing() -> None:
     model = Talking()
     before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()

@@ -1,0 +1,417 @@
+"""`nn.LSTM`, `nn.GRU` and `nn.RNN` as one op each, with what the backward needs among the results of the op.
+
+    [output, *states, token, *tape]  =  fxremat::recurrent([x, *states, *weights], layer)
+    gradients                        =  fxremat::recurrent_backward(gradients, which, token, sources, layer)
+
+PyTorch runs its own kernels inside of the op (cuDNN's, oneDNN's, or its loops over time), and its own autograd, so that
+numbers are eager mode's to the bit. What autograd saves is taken from it and returned as the tape: autograd keeps only
+positions, and a plan decides whether the tape is kept, made again, or moved to the host. A tape of many small tensors
+is copied into one.
+
+The token is a tensor of one number. PyTorch's autograd graph hangs on it, and is freed with it. A token without a graph
+was made up to measure the backward: the forward runs first then.
+
+What results and tape look like is found by running the layer on zeros once, for each combination of sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from fxremat.errors import FxrematError
+from fxremat.graphs.symbolic import NotSymbolic
+from fxremat.torch_private import autograd_inside_of_ops, real_tensors, recurrent_kernels
+
+KINDS = recurrent_kernels()  # "LSTM", "GRU", "RNN_TANH", "RNN_RELU" -> PyTorch's function
+MOST_TENSORS = 16  # a tape of more tensors is copied into one
+ALIGNED = 64  # bytes at whose multiples tensors begin in it
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size, stride and dtype of a tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+    @staticmethod
+    def of(tensor: Tensor) -> Shape:
+        """Return the shape of a tensor. Raises `NotSymbolic` if its sizes may change."""
+        if not all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride())):
+            raise NotSymbolic("the sizes of a recurrent layer")
+        return Shape(tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch."))
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return a tensor of this shape whose numbers are not set."""
+        return torch.empty_strided(self.size, self.stride, dtype=getattr(torch, self.dtype), device=device)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A call of a recurrent layer, without the numbers of its tensors.
+
+    Attributes:
+        kind: a key of `KINDS`.
+        numbers: the arguments of PyTorch's function after its tensors: whether there are biases, the number of layers,
+            the probability of dropout, whether it is training, bidirectional, and whether batches come first.
+        states: number of initial states: 2 for an LSTM, else 1.
+        given: shapes of `[x, *states, *weights]`.
+        trained: positions of those that need gradients.
+        leaves: positions of parameters among them, where autocast casts a parameter only once.
+        autocast: the dtype of autocast where the layer is called; "" if it is off.
+    """
+
+    kind: str
+    numbers: tuple[bool | int | float, ...]
+    states: int
+    given: tuple[Shape, ...]
+    trained: tuple[int, ...]
+    leaves: tuple[int, ...]
+    autocast: str
+
+    @property
+    def text(self) -> str:
+        """The layer as an argument of an op; `parse` reads it."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    @functools.cache
+    def parse(text: str) -> Layer:
+        """Return the layer of a text."""
+        known = json.loads(text)
+        given = (Shape(tuple(one["size"]), tuple(one["stride"]), one["dtype"]) for one in known["given"])
+        places = {name: tuple(known[name]) for name in ("numbers", "trained", "leaves")}
+        return Layer(**{**known, **places, "given": tuple(given)})
+
+    @property
+    def draws(self) -> bool:
+        """True if it draws dropout masks."""
+        _, layers, dropout, training, *_ = self.numbers
+        return bool(training and dropout > 0 and layers > 1)
+
+    def run(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Run the layer in PyTorch's own kernels; return its output and its final states."""
+        x, states, weights = given[0], list(given[1 : 1 + self.states]), list(given[1 + self.states :])
+        dtype = getattr(torch, self.autocast) if self.autocast else None
+        with torch.autocast(x.device.type, dtype=dtype) if dtype else contextlib.nullcontext():
+            return list(KINDS[self.kind](x, states if self.states > 1 else states[0], weights, *self.numbers))
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A tensor that autograd saved, as a view of a given tensor, of a result, or of a tensor of the tape."""
+
+    source: int  # position in [*given, *results, token, *tape]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # of its first element from that of the source
+    dtype: torch.dtype
+
+    def of(self, sources: Mapping[int, Tensor]) -> Tensor:
+        """Return the saved tensor."""
+        source = sources[self.source]
+        if source.dtype != self.dtype:  # in a tape that is one tensor of bytes
+            source = source.view(self.dtype)
+        return source.as_strided(self.size, self.stride, source.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """What autograd saves in a layer, and how the tape is made of it. It is the same in each run."""
+
+    saved: tuple[_Saved, ...]
+    own: tuple[int, ...]  # numbers of the saved tensors whose storages the tape consists of
+    parts: tuple[int, ...] = ()  # if the tape is one tensor, its elements for each of these, and then those left free
+    dtype: torch.dtype = torch.uint8  # of such a tape
+
+    @torch.no_grad()
+    def tape(self, held: list[Tensor]) -> list[Tensor]:
+        """Return the tape of the tensors that autograd saved; `held` is emptied, since their graph refers to it."""
+        storages = [_whole(held[place]) for place in self.own]
+        held.clear()
+        if not self.parts:
+            return storages
+        tape = torch.empty(sum(self.parts), dtype=self.dtype, device=storages[0].device)
+        if any(one.dtype != self.dtype for one in storages):
+            storages = [one.view(self.dtype) for one in storages]
+        torch._foreach_copy_(list(tape.split_with_sizes(self.parts)[::2]), storages)
+        return [tape]
+
+
+@dataclass(eq=False)
+class _Graph:
+    """PyTorch's autograd graph of one run of a layer, which holds positions in the tape instead of tensors."""
+
+    root: Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True))  # the leaf that it begins at
+    leaves: dict[int, Tensor] = field(default_factory=dict)  # position of a given tensor -> another leaf
+    outputs: list[Any] = field(default_factory=list)  # an edge of the graph for each result; None: needs no gradient
+    saved: Sequence[_Saved] = ()
+    sources: Mapping[int, Tensor] = field(default_factory=dict)  # while the backward runs, what `saved` are views of
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # position of a given tensor -> its gradient
+
+
+class _Given(torch.autograd.Function):
+    """Lets a tensor begin a graph that does not hold it: its gradient goes to the graph's `gradients`."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, tensor: Tensor, graph: Callable[[], Any], position: int) -> Tensor:
+        ctx.graph, ctx.position = graph, position
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        ctx.graph().gradients[ctx.position] = gradients[0]
+        return None, None, None, None
+
+
+def _run(given: Sequence[Tensor], layer: Layer) -> tuple[list[Tensor], list[Tensor], _Graph]:
+    """Run a layer; return its results, what autograd saved, and the graph that its backward runs."""
+    graph, held = _Graph(), list[Tensor]()
+    known: Callable[[], Any] = weakref.ref(graph)  # autograd's nodes must not keep alive what keeps them alive
+
+    def pack(tensor: Tensor) -> int:
+        held.append(tensor)
+        return len(held) - 1
+
+    def unpack(place: int) -> Tensor:
+        now = known()
+        return now.saved[place].of(now.sources)  # type: ignore[no-any-return]
+
+    def inside(place: int, tensor: Tensor) -> Tensor:
+        if place in layer.leaves:
+            return graph.leaves.setdefault(place, tensor.detach().requires_grad_())
+        if place in layer.trained:
+            return _Given.apply(graph.root, tensor, known, place)  # type: ignore[no-untyped-call, no-any-return]
+        return tensor.detach()
+
+    with autograd_inside_of_ops(), torch.enable_grad():
+        with saved_tensors_hooks(pack, unpack):
+            made = layer.run(list(itertools.starmap(inside, enumerate(given))))
+        graph.outputs = [get_gradient_edge(one) if one.requires_grad else None for one in made]
+        for leaf in graph.leaves.values():
+            leaf.data = leaf.new_empty(0)  # the graph needs its place only, not its numbers
+    results = list[Tensor]()
+    for one in made:
+        shared = any(_storage(one) == _storage(other) for other in (*given, *results))
+        results.append(one.detach().clone() if shared else one.detach())  # ops must not return what they were given
+    return results, held, graph
+
+
+def _recorded(held: Sequence[Tensor], known: Sequence[Tensor]) -> _Recording:
+    """Return the recording of a run.
+
+    Args:
+        known: what was given, and the results.
+    """
+    source = {_storage(tensor): place for place, tensor in enumerate(known) if tensor.numel()}
+    own: dict[int, int] = {}  # storage -> number of the first saved tensor in it
+    for number, tensor in enumerate(held):
+        if _storage(tensor) not in source:
+            own.setdefault(_storage(tensor), number)
+    merged, tape = len(own) > MOST_TENSORS, len(known) + 1  # after the token
+    place = {storage: tape + (0 if merged else number) for number, storage in enumerate(own)}
+    parts, begins, end = list[int](), dict[int, int](), 0
+    dtypes = {held[number].dtype for number in own.values()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    for storage, number in own.items() if merged else ():
+        size = held[number].untyped_storage().nbytes() // dtype.itemsize
+        begins[storage] = end * dtype.itemsize
+        parts += [size, -size % (ALIGNED // dtype.itemsize)]
+        end += sum(parts[-2:])
+    saved = list[_Saved]()
+    for tensor in held:
+        storage, offset = _storage(tensor), int(tensor.storage_offset())
+        if storage in source:
+            at = source[storage]
+            offset -= int(known[at].storage_offset())
+        else:
+            at = place[storage]
+            offset += begins.get(storage, 0) // tensor.element_size()
+        saved.append(_Saved(at, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype))
+    return _Recording(tuple(saved), tuple(own.values()), tuple(parts), dtype)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return the whole storage of a tensor in one dimension."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _backward(
+    graph: _Graph, gradients: Sequence[Tensor], which: Sequence[int], sources: Mapping[int, Tensor], layer: Layer
+) -> list[Tensor]:
+    """Run PyTorch's backward of a layer; return the gradients of `layer.trained`."""
+    graph.sources = sources
+    try:
+        with autograd_inside_of_ops(), torch.enable_grad():
+            pairs = [(graph.outputs[k], g) for k, g in zip(which, gradients, strict=True) if graph.outputs[k]]
+            edges, given = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+            leaves = [graph.root, *graph.leaves.values()]
+            _, *found = torch.autograd.grad(edges, leaves, given, retain_graph=True, allow_unused=True)
+        graph.gradients.update((k, g) for k, g in zip(graph.leaves, found, strict=True) if g is not None)
+        device = gradients[0].device
+        return [
+            graph.gradients[place].detach()
+            if place in graph.gradients
+            else layer.given[place].empty(device).zero_()
+            for place in layer.trained
+        ]
+    finally:
+        graph.sources, graph.gradients = {}, {}
+
+
+@dataclass(frozen=True)
+class _Looks:
+    """What a layer returns: found by running it on zeros."""
+
+    made: tuple[Shape, ...]  # of [*results, token, *tape]
+    gradients: tuple[Shape, ...]
+    recording: _Recording
+
+    @functools.cached_property
+    def sources(self) -> tuple[int, ...]:
+        """Positions in `[*given, *results, token, *tape]` of what the backward reads, in order."""
+        return tuple(sorted({one.source for one in self.recording.saved}))
+
+
+@functools.cache
+def _looks(text: str, device: torch.device) -> _Looks:
+    """Run a layer and its backward on zeros; generators stay as they are."""
+    layer = Layer.parse(text)
+    with real_tensors(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        given = [shape.empty(device).zero_() for shape in layer.given]
+        results, held, graph = _run(given, layer)
+        recording = _recorded(held, [*given, *results])
+        made = [*results, _token(device), *recording.tape(held)]
+        graph.saved, known = recording.saved, dict(enumerate([*given, *made]))
+        found = _backward(graph, results, range(len(results)), known, layer) if layer.trained else []
+    return _Looks(tuple(map(Shape.of, made)), tuple(map(Shape.of, found)), recording)
+
+
+def _forward(given: Sequence[Tensor], text: str) -> tuple[list[Tensor], _Graph]:
+    """Run a layer; return its results, the token and the tape, and the graph of the token.
+
+    Raises:
+        FxrematError: autograd saves other tensors than it did before.
+    """
+    recording = _looks(text, given[0].device).recording
+    results, held, graph = _run(given, Layer.parse(text))
+    if len(held) != len(recording.saved):
+        before = len(recording.saved)
+        raise FxrematError(f"autograd saves {len(held)} tensors in a recurrent layer, where it saved {before} before")
+    graph.saved, token = recording.saved, _token(given[0].device)
+    token.recurrent = graph  # type: ignore[attr-defined]
+    return [*results, token, *recording.tape(held)], graph
+
+
+def _token(device: torch.device) -> Tensor:
+    return torch.ones(1, dtype=torch.int64, device=device)
+
+
+def _recurrent(given: Sequence[Tensor], layer: str) -> list[Tensor]:
+    return _forward(given, layer)[0]
+
+
+def _recurrent_fake(given: Sequence[Tensor], layer: str) -> list[Tensor]:
+    device = given[0].device
+    return [shape.empty(device) for shape in _looks(layer, _real(device)).made]
+
+
+def _recurrent_backward(
+    gradients: Sequence[Tensor], which: Sequence[int], token: Tensor, sources: Sequence[Tensor], layer: str
+) -> list[Tensor]:
+    parsed, device = Layer.parse(layer), token.device
+    graph = getattr(token, "recurrent", None)
+    if graph is not None:
+        known = dict(zip(_looks(layer, device).sources, sources, strict=True))
+    elif int(token):
+        raise FxrematError("the token of a recurrent layer was copied, and its autograd graph is lost")
+    else:  # made up, to measure the op
+        given = [shape.empty(device).zero_() for shape in parsed.given]
+        made, graph = _forward(given, layer)
+        known = dict(enumerate([*given, *made]))
+    return _backward(graph, gradients, which, known, parsed)
+
+
+def _recurrent_backward_fake(
+    gradients: Sequence[Tensor], which: Sequence[int], token: Tensor, sources: Sequence[Tensor], layer: str
+) -> list[Tensor]:
+    return [shape.empty(token.device) for shape in _looks(layer, _real(token.device)).gradients]
+
+
+def _real(device: torch.device) -> torch.device:
+    """Return the device on which a layer is run to see what it returns."""
+    there = device.type == "cuda" and torch.cuda.is_available()
+    return device if there else torch.device("cpu")
+
+
+LIBRARY = torch.library.Library("fxremat", "FRAGMENT")
+for name, tags in (("recurrent", ()), ("recurrent_with_dropout", (torch.Tag.nondeterministic_seeded,))):
+    LIBRARY.define(f"{name}(Tensor[] given, str layer) -> Tensor[]", tags=tags)
+    LIBRARY.impl(name, _recurrent, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxremat::{name}", _recurrent_fake, lib=LIBRARY)
+LIBRARY.define(
+    "recurrent_backward(Tensor[] gradients, int[] which, Tensor token, Tensor[] sources, str layer) -> Tensor[]"
+)
+LIBRARY.impl("recurrent_backward", _recurrent_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("fxremat::recurrent_backward", _recurrent_backward_fake, lib=LIBRARY)
+
+
+class _Differentiable(torch.autograd.Function):
+    """A layer with its backward, while a step is traced."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, *given: Tensor) -> tuple[Tensor, ...]:
+        ops = torch.ops.fxremat
+        op = ops.recurrent_with_dropout if layer.draws else ops.recurrent
+        made = op(given, layer.text)
+        known, end = [*given, *made], 1 + layer.states
+        sources = _looks(layer.text, _real(given[0].device)).sources
+        ctx.layer = layer
+        ctx.save_for_backward(made[end], *(known[place] for place in sources))
+        ctx.set_materialize_grads(False)
+        return tuple(made[:end])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        token, *sources = ctx.saved_tensors
+        layer: Layer = ctx.layer
+        which = [place for place, one in enumerate(gradients) if one is not None]
+        given = [one for one in gradients if one is not None]
+        found = torch.ops.fxremat.recurrent_backward(given, which, token, sources, layer.text)
+        made = dict(zip(layer.trained, found, strict=True))
+        return None, *(made.get(place) for place in range(len(layer.given)))
+
+
+def as_op(
+    kind: str, parameters: Sequence[int], x: Tensor, states: Any, weights: Sequence[Tensor], *numbers: Any
+) -> tuple[Tensor, ...]:
+    """Run a recurrent layer as an op: called like PyTorch's function, of which it has the numbers.
+
+    Args:
+        kind: a key of `KINDS`.
+        parameters: positions of the model's parameters in `[x, *states, *weights]`.
+    """
+    states = list(states) if isinstance(states, tuple | list) else [states]
+    given = [x, *states, *weights]
+    trained = tuple(place for place, one in enumerate(given) if one.requires_grad and torch.is_grad_enabled())
+    device = x.device.type
+    dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else ""
+    leaves = tuple(place for place in trained if dtype and place in parameters)
+    layer = Layer(kind, tuple(numbers), len(states), tuple(map(Shape.of, given)), trained, leaves, dtype)
+    return _Differentiable.apply(layer, *given)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,0 +1,222 @@
+"""nn.LSTM, nn.GRU and nn.RNN within a budget: plain PyTorch's bits, and a peak that holds, in one graph."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import fxremat
+from benchmarks import meter
+from fxremat import Offload, Search
+from fxremat.ops import recurrent
+from tests.steps import differences, step_of
+from tests.toys import WIDTH
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+QUICK = Search(seconds=0.0, progress=False)
+HIDDEN, LAYERS, BATCH, TIME = 16, 3, 4, 20
+KINDS: dict[str, Callable[..., nn.RNNBase]] = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
+
+
+class Stack(nn.Module):
+    """Recurrent layers with normalizations between them, in a loop, which dynamo would leave to Python."""
+
+    def __init__(self, kind: Callable[..., nn.RNNBase], layers: int = LAYERS, **options: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, HIDDEN)
+        self.layers = nn.ModuleList(kind(HIDDEN, HIDDEN, batch_first=True, **options) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(layers))
+        self.last = nn.Linear(HIDDEN, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + layer(norm(x))[0][..., :HIDDEN]
+        return self.last(x).square().mean()
+
+
+def sequences(time: int = TIME, batch: int = BATCH) -> Tensor:
+    return torch.randn(batch, time, WIDTH, generator=torch.Generator().manual_seed(time))
+
+
+def twins(model: nn.Module, mem: Any, **options: Any) -> tuple[Any, nn.Module]:
+    plain = copy.deepcopy(model)
+    return fxremat.compile(model, mem=mem, search=QUICK, **options), plain
+
+
+def assert_equal_steps(ours: nn.Module, plain: nn.Module, *inputs: Any) -> None:
+    mine, its = (step_of(model, lambda model=model: model(*inputs), lambda loss: loss) for model in (ours, plain))
+    assert differences(mine, its) == []
+
+
+def peak_of(model: nn.Module, x: Tensor) -> int:
+    model.zero_grad(set_to_none=True)
+    return meter.peak_bytes(lambda: model(x).backward())
+
+
+@pytest.mark.parametrize(
+    ("kind", "mem"),
+    [("LSTM", "60%"), ("LSTM", "min"), ("GRU", "80%"), ("GRU", "min"), ("RNN", "85%"), ("RNN", "min")],
+)
+def test_layers_in_a_loop_are_one_graph_within_the_budget(kind: str, mem: str) -> None:
+    torch.manual_seed(0)
+    ours, plain = twins(Stack(KINDS[kind]), mem)
+    for _ in range(3):
+        assert_equal_steps(ours, plain, sequences())
+    assert isinstance(ours.plan, fxremat.Plan)
+    least = ours.plan.budget
+    assert ours.plan.predicted_peak <= least < peak_of(plain, sequences())
+    assert 0.98 * ours.plan.predicted_peak <= peak_of(ours, sequences()) <= least
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "num_layers": st.integers(1, 2),
+        "bidirectional": st.booleans(),
+        "bias": st.booleans(),
+        "dropout": st.sampled_from([0.0, 0.5]),
+    }
+)
+
+
+@settings(max_examples=6, deadline=None)
+@given(kind=st.sampled_from(sorted(KINDS)), options=OPTIONS, share=st.integers(0, 100))
+def test_layers_of_all_kinds_have_the_bits_of_plain_training(kind: str, options: dict[str, Any], share: int) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Stack(KINDS[kind], 2, **options)
+    least = fxremat.plan(model, sequences(), mem="min", search=QUICK)
+    budget = least.budget + (least.keep_all_peak - least.budget) * share // 100
+    ours, plain = twins(model, budget)
+    for step in range(2):
+        torch.manual_seed(step)
+        assert_equal_steps(ours, plain, sequences())
+    assert peak_of(ours, sequences()) <= budget
+
+
+class Layer(nn.Module):
+    """One layer, called with states or without."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, states: Any = None) -> Tensor:
+        output, final = self.layer(x, states)
+        finals = final if isinstance(final, tuple) else (final,)
+        return output.square().mean() + sum(one.mean() for one in finals)
+
+
+def test_gradients_of_states_and_of_a_backward_that_runs_twice() -> None:
+    torch.manual_seed(0)
+    ours, plain = twins(Layer(nn.LSTM(WIDTH, 2 * HIDDEN, proj_size=HIDDEN, batch_first=True)), "100%")
+    found = []
+    for model in (ours, plain):
+        states = tuple(torch.ones(1, BATCH, size, requires_grad=True) for size in (HIDDEN, 2 * HIDDEN))
+        loss = model(sequences(), states)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append([*(one.grad for one in states), *(one.grad for one in model.parameters())])
+    assert all(torch.equal(mine, its) for mine, its in zip(*found, strict=True))
+    with torch.no_grad():
+        assert torch.equal(ours(sequences()), plain(sequences()))
+
+
+def test_autocast_is_that_of_the_call() -> None:
+    torch.manual_seed(0)
+    ours, plain = twins(Stack(nn.GRU, 2), "90%")
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = ours(sequences()), plain(sequences())
+        for model, loss in zip((ours, plain), losses, strict=True):
+            model.zero_grad()
+            loss.backward()
+        assert torch.equal(*losses)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_new_length_is_planned_for() -> None:
+    torch.manual_seed(0)
+    ours, plain = twins(Stack(nn.LSTM), "70%")
+    for time in (TIME, TIME + 3, TIME, TIME - 5):
+        assert_equal_steps(ours, plain, sequences(time))
+
+
+class Packed(nn.Module):
+    """Reads sequences of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(WIDTH, 64), nn.LSTM(64, 64, batch_first=True), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.first(x).relu(), lengths, batch_first=True, enforce_sorted=False)
+        hidden, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True)
+        return self.last(hidden.relu()).square().mean()
+
+
+def test_packed_sequences_run_between_graphs() -> None:
+    torch.manual_seed(0)
+    ours, plain = twins(Packed(), "100%")
+    for _ in range(3):
+        assert_equal_steps(ours, plain, sequences(), torch.tensor([20, 11, 5, 2]))
+    assert ours.plan.graphs == 2
+    with pytest.raises(fxremat.CaptureError):
+        fxremat.compile(Packed(), "100%", fullgraph=True)(sequences(), torch.tensor([20, 11, 5, 2]))
+
+
+@pytest.mark.parametrize("options", [{"offload": Offload()}, {"backend": "inductor"}, {"slices": True}])
+def test_with_other_means(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    ours, plain = twins(Stack(nn.LSTM), "70%", **options)
+    for _ in range(2):
+        mine, its = (step_of(m, lambda m=m: m(sequences()), lambda loss: loss) for m in (ours, plain))
+        for name, gradient in its.gradients.items():
+            torch.testing.assert_close(mine.gradients[name], gradient, rtol=1e-4, atol=1e-5)
+    assert peak_of(ours, sequences()) <= ours.plan.budget
+
+
+def test_a_saved_plan_runs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ours, plain = twins(Stack(nn.LSTM), "70%")
+    ours(sequences())
+    ours.plan.save(tmp_path / "plan.json")
+    again, _ = twins(Stack(nn.LSTM), None, plan=tmp_path / "plan.json")
+    again.load_state_dict(plain.state_dict())
+    assert_equal_steps(again, plain, sequences())
+
+
+def test_no_graph_of_autograd_stays() -> None:
+    ours, _ = twins(Stack(nn.GRU, 1), "100%")
+    ours(sequences()).backward()
+    gc.collect()
+    before = sum(isinstance(one, recurrent._Graph) for one in gc.get_objects())
+    gc.disable()
+    try:
+        for _ in range(3):
+            ours(sequences()).backward()
+        assert sum(isinstance(one, recurrent._Graph) for one in gc.get_objects()) == before
+    finally:
+        gc.enable()
+
+
+def test_a_token_that_was_copied_is_refused() -> None:
+    layer = nn.LSTM(WIDTH, HIDDEN)
+    given = [torch.ones(2, 3, WIDTH), *torch.zeros(2, 1, 3, HIDDEN), *layer.parameters()]
+    shapes = tuple(recurrent.Shape.of(one) for one in given)
+    numbers = (True, 1, 0.0, True, False, False)
+    call = recurrent.Layer("LSTM", numbers, 2, shapes, (0,), (), "")
+    with torch.no_grad():
+        output, _, _, token, *_ = torch.ops.fxremat.recurrent(given, call.text)
+        with pytest.raises(fxremat.FxrematError, match="the token of a recurrent layer was copied"):
+            torch.ops.fxremat.recurrent_backward([output], [0], token.clone(), [], call.text)
