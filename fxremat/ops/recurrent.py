@@ -6,7 +6,7 @@
 PyTorch runs its own kernels inside of the op (cuDNN's, oneDNN's, or its loops over time), and its own autograd, so that
 numbers are eager mode's to the bit. What autograd saves is taken from it and returned as the tape: autograd keeps only
 positions, and a plan decides whether the tape is kept, made again, or moved to the host. A tape of many small tensors
-is copied into one.
+is copied into a few.
 
 The token is a tensor of one number. PyTorch's autograd graph hangs on it, and is freed with it. A token without a graph
 was made up to measure the backward: the forward runs first then.
@@ -34,7 +34,8 @@ from fxremat.graphs.symbolic import NotSymbolic
 from fxremat.torch_private import autograd_inside_of_ops, real_tensors, recurrent_kernels
 
 KINDS = recurrent_kernels()  # "LSTM", "GRU", "RNN_TANH", "RNN_RELU" -> PyTorch's function
-MOST_TENSORS = 16  # a tape of more tensors is copied into one
+MOST_TENSORS = 16  # a tape of more tensors is copied into fewer
+MERGED = 8  # number of these
 ALIGNED = 64  # bytes at whose multiples tensors begin in it
 
 
@@ -133,21 +134,25 @@ class _Recording:
 
     saved: tuple[_Saved, ...]
     own: tuple[int, ...]  # numbers of the saved tensors whose storages the tape consists of
-    parts: tuple[int, ...] = ()  # if the tape is one tensor, its elements for each of these, and then those left free
-    dtype: torch.dtype = torch.uint8  # of such a tape
+    groups: tuple[tuple[int, ...], ...] = ()  # elements of each of these, then those left free, for each merged tensor
+    dtype: torch.dtype = torch.uint8  # of merged tensors
 
     @torch.no_grad()
     def tape(self, held: list[Tensor]) -> list[Tensor]:
         """Return the tape of the tensors that autograd saved; `held` is emptied, since their graph refers to it."""
         storages = [_whole(held[place]) for place in self.own]
         held.clear()
-        if not self.parts:
+        if not self.groups:
             return storages
-        tape = torch.empty(sum(self.parts), dtype=self.dtype, device=storages[0].device)
-        if any(one.dtype != self.dtype for one in storages):
-            storages = [one.view(self.dtype) for one in storages]
-        torch._foreach_copy_(list(tape.split_with_sizes(self.parts)[::2]), storages)
-        return [tape]
+        storages, tape = storages[::-1], list[Tensor]()
+        for parts in self.groups:  # one after the other, so that only one of them exists twice
+            merged = torch.empty(sum(parts), dtype=self.dtype, device=storages[0].device)
+            own = [storages.pop() for _ in parts[::2]]
+            own = [one if one.dtype == self.dtype else one.view(self.dtype) for one in own]
+            torch._foreach_copy_(list(merged.split_with_sizes(parts)[::2]), own)
+            del own
+            tape.append(merged)
+        return tape
 
 
 @dataclass(eq=False)
@@ -220,27 +225,50 @@ def _recorded(held: Sequence[Tensor], known: Sequence[Tensor]) -> _Recording:
     for number, tensor in enumerate(held):
         if _storage(tensor) not in source:
             own.setdefault(_storage(tensor), number)
-    merged, tape = len(own) > MOST_TENSORS, len(known) + 1  # after the token
-    place = {storage: tape + (0 if merged else number) for number, storage in enumerate(own)}
-    parts, begins, end = list[int](), dict[int, int](), 0
     dtypes = {held[number].dtype for number in own.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-    for storage, number in own.items() if merged else ():
-        size = held[number].untyped_storage().nbytes() // dtype.itemsize
-        begins[storage] = end * dtype.itemsize
-        parts += [size, -size % (ALIGNED // dtype.itemsize)]
-        end += sum(parts[-2:])
+    tape = len(known) + 1  # after the token
+    if len(own) <= MOST_TENSORS:
+        groups: list[list[int]] = []
+        begins = {storage: (tape + number, 0) for number, storage in enumerate(own)}
+    else:
+        groups, begins = _merged([(one, held[k].untyped_storage().nbytes()) for one, k in own.items()], dtype, tape)
     saved = list[_Saved]()
     for tensor in held:
         storage, offset = _storage(tensor), int(tensor.storage_offset())
         if storage in source:
-            at = source[storage]
-            offset -= int(known[at].storage_offset())
+            at, begin = source[storage], -int(known[source[storage]].storage_offset()) * tensor.element_size()
         else:
-            at = place[storage]
-            offset += begins.get(storage, 0) // tensor.element_size()
+            at, begin = begins[storage]
+        offset += begin // tensor.element_size()
         saved.append(_Saved(at, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype))
-    return _Recording(tuple(saved), tuple(own.values()), tuple(parts), dtype)
+    return _Recording(tuple(saved), tuple(own.values()), tuple(map(tuple, groups)), dtype)
+
+
+def _merged(
+    storages: Sequence[tuple[int, int]], dtype: torch.dtype, tape: int
+) -> tuple[list[list[int]], dict[int, tuple[int, int]]]:
+    """Divide storages into `MERGED` tensors of about equal size.
+
+    Args:
+        storages: each with its bytes.
+        tape: position of the first tensor of the tape.
+
+    Returns:
+        for each tensor, the elements of each storage followed by those left free; and by storage, the position of its
+        tensor, and the byte at which it begins there.
+    """
+    most, groups, begins = sum(size for _, size in storages) // MERGED, list[list[int]](), dict[int, tuple[int, int]]()
+    end = most + 1
+    for storage, size in storages:
+        if end > most:
+            groups.append([])
+            end = 0
+        begins[storage] = tape + len(groups) - 1, end
+        count = size // dtype.itemsize
+        groups[-1] += [count, -count % (ALIGNED // dtype.itemsize)]
+        end += sum(groups[-1][-2:]) * dtype.itemsize
+    return groups, begins
 
 
 def _whole(tensor: Tensor) -> Tensor:

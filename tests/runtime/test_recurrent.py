@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -19,6 +19,7 @@ import fxremat
 from benchmarks import meter
 from fxremat import Offload, Search
 from fxremat.ops import recurrent
+from tests.dags import few
 from tests.steps import differences, step_of
 from tests.toys import WIDTH
 
@@ -89,7 +90,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=6, deadline=None)
+@few(6)
 @given(kind=st.sampled_from(sorted(KINDS)), options=OPTIONS, share=st.integers(0, 100))
 def test_layers_of_all_kinds_have_the_bits_of_plain_training(kind: str, options: dict[str, Any], share: int) -> None:
     torch._dynamo.reset()
