@@ -1521,6 +1521,12 @@ def version_of(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+def versions_of(values: Sequence[Any]) -> list[int | None]:
+    """Return `version_of` each value; None for those that are no tensors. Called for all inputs in each step."""
+    kind = torch.Tensor
+    return [value._version if isinstance(value, kind) else None for value in values]
+
+
 def cpu_name() -> str:
     """Return the processor's name if /proc/cpuinfo has one, else its architecture."""
     import platform

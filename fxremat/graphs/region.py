@@ -154,16 +154,20 @@ class Region:
 
         Compiles it if necessary.
         """
-        # inputs may differ in layout or dtype from the captured ones, depending on the kernels that made them
+        if [(x.stride(), x.dtype) for x in inputs] != self._shown:
+            self._lay_out(inputs)
+        if self._run is None:
+            self.compile()
+            assert self._run is not None
+        return self._run(inputs)
+
+    def _lay_out(self, inputs: list[Any]) -> None:
+        """Give inputs the captured layout and dtype, which depend on the kernels that made them."""
         for place, (strides, dtype) in enumerate(self._shown):
             if inputs[place].dtype != dtype:
                 inputs[place] = inputs[place].to(dtype)
             if inputs[place].stride() != strides and _layout_of(inputs[place]) != self._layouts[place]:
                 inputs[place] = laid_out(inputs[place], strides)
-        if self._run is None:
-            self.compile()
-            assert self._run is not None
-        return self._run(inputs)
 
     def _text(self) -> str:
         """Return all that the region's kernels depend on as text: its code, the layouts of its inputs, and settings."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import numpy
@@ -47,13 +47,17 @@ def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
             yield from _tensors(tuple(argument))
 
 
+def devices_of(values: Iterable[Any]) -> set[torch.device]:
+    """Return the devices of the tensors among these values."""
+    return {value.device for value in values if isinstance(value, torch.Tensor)}
+
+
 class GeneratorStates:
-    """Saved states of the generators that a step on these tensors may use, in memory outside of PyTorch's allocators.
+    """Saved states of the generators that a step on these devices may use, in memory outside of PyTorch's allocators.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        devices = {HOST, *filter(accelerates, {tensor.device for tensor in tensors})}
-        kinds = [(kind_of(device), device) for device in devices]
+    def __init__(self, devices: Set[torch.device]) -> None:
+        kinds = [(kind_of(device), device) for device in {HOST, *filter(accelerates, devices)}]
         generators = [kind.generator(device) for kind, device in kinds if kind.can(Ability.GENERATORS)]
         self._states = [(generator, generator.clone_state()) for generator in generators]
 

@@ -29,6 +29,7 @@ from torch import Tensor, fx
 
 from fxremat.errors import CaptureError
 from fxremat.graphs.captured import Captured
+from fxremat.ops.random import devices_of
 from fxremat.runtime.call_state import CallState
 from fxremat.runtime.double_backward import REFUSED
 from fxremat.torch_private import forget_history, storage_of, version_of
@@ -236,7 +237,7 @@ class _Call:
         self.detached = step.detached  # outputs for which it was planned without a gradient
         self.inputs: list[Any] = list(inputs)
         self.versions = [version_of(x) for x in tensors]
-        self.state = CallState(tensors)
+        self.state = CallState(devices_of(tensors))
 
     def give_to_autograd(self, ctx: Any) -> None:
         """Save the inputs with autograd, which checks that nobody changes them, and frees them.

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Set
 
 import torch
-from torch import Tensor
 
 from fxremat.ops.random import GeneratorStates
 
 
 class CallState:
-    """The current state of random generators and of autocast, on the CPU and on the devices of these tensors.
+    """The current state of random generators, also of the CPU's, and of autocast, on these devices.
 
     Args:
         draws: whether the call draws random numbers; only then generators are read, which takes some microseconds.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], *, draws: bool = True) -> None:
-        tensors = list(tensors)
-        self._random = GeneratorStates(tensors) if draws else None
+    def __init__(self, devices: Set[torch.device], *, draws: bool = True) -> None:
+        self._random = GeneratorStates(devices) if draws else None
         self._autocast = [
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in sorted({tensor.device.type for tensor in tensors})
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in sorted({device.type for device in devices})
         ]
 
     @contextlib.contextmanager

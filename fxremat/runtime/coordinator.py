@@ -25,7 +25,7 @@ from fxremat.errors import BudgetTooSmall
 from fxremat.graphs.accounting import assumed_for
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.symbolic import Dims
-from fxremat.ops.random import GeneratorStates
+from fxremat.ops.random import GeneratorStates, devices_of
 from fxremat.options import Options
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.planning.graph_programs import layout_of
@@ -205,7 +205,7 @@ class Coordinator:
             node.assume(step.meter.level(), step.saved, step.calls[-1].node if step.calls else None)
         number = self.plans.number(node, at, step.saved, step.hosted)
         self._make_room(step, node.before, at.programs[number].forward, node)
-        random = GeneratorStates(p for p in primals if isinstance(p, torch.Tensor)) if graph.random else None
+        random = GeneratorStates(devices_of(primals)) if graph.random else None
         call = Call(step, graph, dims, at, node, number, graph.emitted(number), list(primals), random)
         outputs, saved = graph.run_forward(call.emitted, dims, primals)
         token = call.keep(outputs, saved)

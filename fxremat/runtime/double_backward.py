@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fxremat.errors import CaptureError
+from fxremat.ops.random import devices_of
 from fxremat.runtime.call_state import CallState
-from fxremat.torch_private import is_compiled_backward, version_of
+from fxremat.torch_private import is_compiled_backward, versions_of
 
 Step = Callable[..., Sequence[Any]]
 
@@ -61,14 +62,17 @@ class TwiceDifferentiable:
     def __init__(self, step: Step, plain: Step, rerun: Rerun, tell: Callable[[], None]) -> None:
         self._step, self.plain, self.rerun, self.tell = step, plain, rerun, tell
         self.warned = False
+        self.devices: set[torch.device] = set()  # of the inputs, which are the same in each call
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
+        if not self.devices:
+            self.devices = devices_of(inputs)
         call = _Call(self, inputs)
         outputs = self._step(*inputs)
         trained = [(k, t) for k, t in enumerate(outputs) if isinstance(t, Tensor) and t.grad_fn is not None]
         node = _compiled_node(t.grad_fn for _, t in trained)
         if node is not None:
-            call.connect(node)
+            call.connect(node, inputs)
             for position, output in trained:
                 output.register_hook(partial(call.take, position))
         return outputs
@@ -90,21 +94,18 @@ class _Call:
     def __init__(self, step: TwiceDifferentiable, inputs: Sequence[Any]) -> None:
         self.step = step
         self.inputs = [weakref.ref(x) if isinstance(x, Tensor) else x for x in inputs]
-        self.state = CallState((x for x in inputs if isinstance(x, Tensor)), draws=step.rerun.draws)
+        self.state = CallState(step.devices, draws=step.rerun.draws)
         # version counters of the inputs; None for inputs that the forward itself writes to
-        self.versions = self._versions()
+        self.versions = versions_of(inputs)
         self.node: Callable[[], Any] = lambda: None  # weak reference to the autograd node of the step
         self._hook: Any = None  # hook on that node, set when the first gradient of an output arrives
         self.tangents: dict[int, Tensor] = {}  # position of an output -> its gradient
 
-    def connect(self, node: Any) -> None:
-        """Store the autograd node of the step after its forward has run."""
-        now = self._versions()
+    def connect(self, node: Any, inputs: Sequence[Any]) -> None:
+        """Store the autograd node of the step after its forward has run on these inputs."""
+        now = versions_of(inputs)
         self.versions = [before if before == after else None for before, after in zip(self.versions, now, strict=True)]
         self.node = weakref.ref(node)
-
-    def _versions(self) -> list[int | None]:
-        return [version_of(x) if isinstance(x, Tensor) else None for x in self._given()]
 
     def _given(self) -> list[Any]:
         """Return the inputs of the forward, with None for inputs that have been freed."""
@@ -155,7 +156,7 @@ class _Call:
         given = self._given()
         if any(x is None and y is not None for x, y in zip(given, self.inputs, strict=True)):
             raise CaptureError(REFUSED.format(reason="an input of the model is freed already: hold it until then"))
-        now = self._versions()
+        now = versions_of(given)
         if any(before not in (None, after) for before, after in zip(self.versions, now, strict=True)):
             raise CaptureError(REFUSED.format(reason="an input was modified in place after the forward"))
         return [x.clone() if isinstance(x, Tensor) and not x.requires_grad else x for x in given]

@@ -34,7 +34,7 @@ from fxremat.cost.layouts import LayoutsDiffer
 from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError
 from fxremat.graphs.names import tied_names
 from fxremat.ops.parameters import Weights
-from fxremat.ops.random import GeneratorStates, HostDraws
+from fxremat.ops.random import GeneratorStates, HostDraws, devices_of
 from fxremat.options import Options
 from fxremat.planning.captured_step import CapturedStep
 from fxremat.plans import Plan
@@ -793,7 +793,7 @@ class _Begin:
         self._beside = coordinator.capturing if training.written is None else contextlib.nullcontext
         with self._beside():
             self._buffers = Buffers(training.model, training.written)
-            self._states = [HostDraws(), GeneratorStates(_tensors((args, kwargs))), self._buffers]
+            self._states = [HostDraws(), GeneratorStates(devices_of(_tensors((args, kwargs)))), self._buffers]
 
     def forget(self) -> None:
         """Record which buffers the step has written to, and free the copies."""

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxremat.ops.random import GeneratorStates, host_draws_kept
+from fxremat.ops.random import GeneratorStates, devices_of, host_draws_kept
 from fxremat.runtime.shapes_alone import Call, Fakes
 from fxremat.torch_private import as_without_fakes, real_tensors, silent, tensor_places
 
@@ -44,7 +44,7 @@ def plain_error(model: nn.Module, forward: Callable[..., Any], call: Call) -> Ex
     if not all(type(x) in (Tensor, nn.Parameter, nn.Buffer) for x in tensors):
         return None
     fakes = Fakes()
-    draws = GeneratorStates(tensors).replayed()
+    draws = GeneratorStates(devices_of(tensors)).replayed()
     quiet = contextlib.redirect_stdout(io.StringIO()), silent("torch._subclasses.fake_tensor")
     with real_tensors(), _put_back(model), draws, host_draws_kept(), quiet[0], quiet[1]:
         for holder, name, tensor in list(tensor_places(model)):

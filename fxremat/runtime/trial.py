@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fxremat.ops.random import GeneratorStates, host_draws_kept
+from fxremat.ops.random import GeneratorStates, devices_of, host_draws_kept
 from fxremat.torch_private import version_of
 
 # BatchNorm kernels write these buffers without increasing their version counters
@@ -62,7 +62,7 @@ def try_steps(
         module: the compiled form of `model`, whose `method` is called.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    states = GeneratorStates([*model.parameters(), *tensors])
+    states = GeneratorStates(devices_of([*model.parameters(), *tensors]))
     buffers = Buffers(model)
     trained = [tensor for tensor in (*model.parameters(), *tensors) if tensor.requires_grad]
     call: Callable[..., Any] = getattr(module, method)

@@ -50,7 +50,7 @@ def test_drawing_again_takes_the_memory_of_the_op_alone() -> None:
 
 
 def test_states_of_all_generators_are_replayed_and_put_back() -> None:
-    states = GeneratorStates([torch.ones(3)])
+    states = GeneratorStates({torch.device("cpu")})
     first = torch.randn(5), torch.rand(3)
     now = torch.get_rng_state()
     with states.replayed():
@@ -63,7 +63,7 @@ def test_states_of_all_generators_are_replayed_and_put_back() -> None:
 
 
 def test_keeping_the_states_takes_none_of_torchs_memory() -> None:
-    assert peak_bytes(lambda: GeneratorStates([])) == 0
+    assert peak_bytes(lambda: GeneratorStates(set())) == 0
 
 
 def test_the_generator_is_that_of_the_device_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
