@@ -29,8 +29,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from fxremat.device import kind_of
 from fxremat.errors import FxrematError
 from fxremat.graphs.symbolic import NotSymbolic
+from fxremat.ops.random import HOST
 from fxremat.torch_private import autograd_inside_of_ops, real_tensors, recurrent_kernels
 
 KINDS = recurrent_kernels()  # "LSTM", "GRU", "RNN_TANH", "RNN_RELU" -> PyTorch's function
@@ -321,7 +323,7 @@ class _Looks:
 def _looks(text: str, device: torch.device) -> _Looks:
     """Run a layer and its backward on zeros; generators stay as they are."""
     layer = Layer.parse(text)
-    with real_tensors(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with real_tensors(), kind_of(device).kept_random_state(device):
         given = [shape.empty(device).zero_() for shape in layer.given]
         results, held, graph = _run(given, layer)
         recording = _recorded(held, [*given, *results])
@@ -384,8 +386,7 @@ def _recurrent_backward_fake(
 
 def _real(device: torch.device) -> torch.device:
     """Return the device on which a layer is run to see what it returns."""
-    there = device.type == "cuda" and torch.cuda.is_available()
-    return device if there else torch.device("cpu")
+    return device if kind_of(device).is_available() else HOST
 
 
 LIBRARY = torch.library.Library("fxremat", "FRAGMENT")
