@@ -546,8 +546,8 @@ def compiled_in_parts(
         return found
 
     def captured(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        traced = traced_torch_modules(), packed_sequences_left_to_python()
-        with around(), traced[0], traced[1], silent("torch._dynamo.variables.tensor"):
+        quiet = silent("torch._dynamo.variables.tensor")
+        with around(), traced_torch_modules(), packed_sequences_left_to_python(), quiet:
             try:
                 with capture_settings(dynamic):
                     return inner(*args, **kwargs)

@@ -33,7 +33,7 @@ from fxremat.device import kind_of
 from fxremat.errors import FxrematError
 from fxremat.graphs.symbolic import NotSymbolic
 from fxremat.ops.random import HOST
-from fxremat.torch_private import autograd_inside_of_ops, real_tensors, recurrent_kernels
+from fxremat.torch_private import autograd_inside_of_ops, real_tensors, recurrent_kernels, storage_of
 
 KINDS = recurrent_kernels()  # "LSTM", "GRU", "RNN_TANH", "RNN_RELU" -> PyTorch's function
 MOST_TENSORS = 16  # a tape of more tensors is copied into fewer
@@ -125,14 +125,14 @@ class _Saved:
     def of(self, sources: Mapping[int, Tensor]) -> Tensor:
         """Return the saved tensor."""
         source = sources[self.source]
-        if source.dtype != self.dtype:  # in a tape that is one tensor of bytes
+        if source.dtype != self.dtype:  # in merged tensors of bytes
             source = source.view(self.dtype)
         return source.as_strided(self.size, self.stride, source.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True)
 class _Recording:
-    """What autograd saves in a layer, and how the tape is made of it. It is the same in each run."""
+    """The tensors that autograd saves in a layer, the same in each run, and the tape that is made of them."""
 
     saved: tuple[_Saved, ...]
     own: tuple[int, ...]  # numbers of the saved tensors whose storages the tape consists of
@@ -211,7 +211,7 @@ def _run(given: Sequence[Tensor], layer: Layer) -> tuple[list[Tensor], list[Tens
             leaf.data = leaf.new_empty(0)  # the graph needs its place only, not its numbers
     results = list[Tensor]()
     for one in made:
-        shared = any(_storage(one) == _storage(other) for other in (*given, *results))
+        shared = any(storage_of(one) == storage_of(other) for other in (*given, *results))
         results.append(one.detach().clone() if shared else one.detach())  # ops must not return what they were given
     return results, held, graph
 
@@ -222,11 +222,11 @@ def _recorded(held: Sequence[Tensor], known: Sequence[Tensor]) -> _Recording:
     Args:
         known: what was given, and the results.
     """
-    source = {_storage(tensor): place for place, tensor in enumerate(known) if tensor.numel()}
+    source = {storage_of(tensor): place for place, tensor in enumerate(known)}
     own: dict[int, int] = {}  # storage -> number of the first saved tensor in it
     for number, tensor in enumerate(held):
-        if _storage(tensor) not in source:
-            own.setdefault(_storage(tensor), number)
+        if storage_of(tensor) not in source:
+            own.setdefault(storage_of(tensor), number)
     dtypes = {held[number].dtype for number in own.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
     tape = len(known) + 1  # after the token
@@ -237,7 +237,7 @@ def _recorded(held: Sequence[Tensor], known: Sequence[Tensor]) -> _Recording:
         groups, begins = _merged([(one, held[k].untyped_storage().nbytes()) for one, k in own.items()], dtype, tape)
     saved = list[_Saved]()
     for tensor in held:
-        storage, offset = _storage(tensor), int(tensor.storage_offset())
+        storage, offset = storage_of(tensor), int(tensor.storage_offset())
         if storage in source:
             at, begin = source[storage], -int(known[source[storage]].storage_offset()) * tensor.element_size()
         else:
@@ -278,10 +278,6 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _backward(
     graph: _Graph, gradients: Sequence[Tensor], which: Sequence[int], sources: Mapping[int, Tensor], layer: Layer
 ) -> list[Tensor]:
@@ -307,7 +303,7 @@ def _backward(
 
 @dataclass(frozen=True)
 class _Looks:
-    """What a layer returns: found by running it on zeros."""
+    """The shapes of what a layer returns, and its recording: found by running it on zeros."""
 
     made: tuple[Shape, ...]  # of [*results, token, *tape]
     gradients: tuple[Shape, ...]
@@ -353,18 +349,47 @@ def _token(device: torch.device) -> Tensor:
     return torch.ones(1, dtype=torch.int64, device=device)
 
 
-def _recurrent(given: Sequence[Tensor], layer: str) -> list[Tensor]:
+@torch.library.custom_op("fxremat::recurrent", mutates_args=())
+def recurrent(given: Sequence[Tensor], layer: str) -> list[Tensor]:
+    """Run a layer, and return `[output, *states, token, *tape]`.
+
+    Args:
+        given: `[x, *states, *weights]`.
+        layer: `Layer.text`.
+    """
     return _forward(given, layer)[0]
 
 
-def _recurrent_fake(given: Sequence[Tensor], layer: str) -> list[Tensor]:
+@torch.library.custom_op(
+    "fxremat::recurrent_with_dropout", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def recurrent_with_dropout(given: Sequence[Tensor], layer: str) -> list[Tensor]:
+    """Run a layer that draws dropout masks, as `recurrent`."""
+    return _forward(given, layer)[0]
+
+
+@recurrent.register_fake
+@recurrent_with_dropout.register_fake
+def _(given: Sequence[Tensor], layer: str) -> list[Tensor]:
     device = given[0].device
     return [shape.empty(device) for shape in _looks(layer, _real(device)).made]
 
 
-def _recurrent_backward(
+@torch.library.custom_op("fxremat::recurrent_backward", mutates_args=())
+def recurrent_backward(
     gradients: Sequence[Tensor], which: Sequence[int], token: Tensor, sources: Sequence[Tensor], layer: str
 ) -> list[Tensor]:
+    """Run the backward of a layer, and return the gradients of `Layer.trained`.
+
+    Args:
+        gradients: of some results of the layer.
+        which: positions of these results.
+        sources: what the backward reads: of `[*given, *results, token, *tape]`, those at `_Looks.sources`.
+        layer: `Layer.text`.
+
+    Raises:
+        FxrematError: the token is a copy.
+    """
     parsed, device = Layer.parse(layer), token.device
     graph = getattr(token, "recurrent", None)
     if graph is not None:
@@ -378,7 +403,8 @@ def _recurrent_backward(
     return _backward(graph, gradients, which, known, parsed)
 
 
-def _recurrent_backward_fake(
+@recurrent_backward.register_fake
+def _(
     gradients: Sequence[Tensor], which: Sequence[int], token: Tensor, sources: Sequence[Tensor], layer: str
 ) -> list[Tensor]:
     return [shape.empty(token.device) for shape in _looks(layer, _real(token.device)).gradients]
@@ -389,26 +415,12 @@ def _real(device: torch.device) -> torch.device:
     return device if kind_of(device).is_available() else HOST
 
 
-LIBRARY = torch.library.Library("fxremat", "FRAGMENT")
-for name, tags in (("recurrent", ()), ("recurrent_with_dropout", (torch.Tag.nondeterministic_seeded,))):
-    LIBRARY.define(f"{name}(Tensor[] given, str layer) -> Tensor[]", tags=tags)
-    LIBRARY.impl(name, _recurrent, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fxremat::{name}", _recurrent_fake, lib=LIBRARY)
-LIBRARY.define(
-    "recurrent_backward(Tensor[] gradients, int[] which, Tensor token, Tensor[] sources, str layer) -> Tensor[]"
-)
-LIBRARY.impl("recurrent_backward", _recurrent_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("fxremat::recurrent_backward", _recurrent_backward_fake, lib=LIBRARY)
-
-
 class _Differentiable(torch.autograd.Function):
     """A layer with its backward, while a step is traced."""
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, *given: Tensor) -> tuple[Tensor, ...]:
-        ops = torch.ops.fxremat
-        op = ops.recurrent_with_dropout if layer.draws else ops.recurrent
-        made = op(given, layer.text)
+        made = (recurrent_with_dropout if layer.draws else recurrent)(given, layer.text)
         known, end = [*given, *made], 1 + layer.states
         sources = _looks(layer.text, _real(given[0].device)).sources
         ctx.layer = layer
@@ -422,7 +434,7 @@ class _Differentiable(torch.autograd.Function):
         layer: Layer = ctx.layer
         which = [place for place, one in enumerate(gradients) if one is not None]
         given = [one for one in gradients if one is not None]
-        found = torch.ops.fxremat.recurrent_backward(given, which, token, sources, layer.text)
+        found = recurrent_backward(given, which, token, sources, layer.text)
         made = dict(zip(layer.trained, found, strict=True))
         return None, *(made.get(place) for place in range(len(layer.given)))
 

@@ -244,16 +244,20 @@ class _Search:
 
     def whole(self) -> list[Judged]:
         """Return programs that fit, with forward and backward compiled whole, if the user wants that."""
-        wanted = compiles_whole_graphs(self._plan.graph, self._options) and self._plan.link is None
+        wanted = self._wants_whole and self._plan.link is None
         return self._whole_graphs.within(self._budget) if wanted else []
 
     def as_torch(self) -> list[Judged]:
         """Return the program of torch's partitioner that fits best, if it may gain, and the user leaves that open."""
-        open_ = (self._options.inductor or Inductor()).whole_graphs is None and self._plan.link is None
-        if not open_ or not self._may_gain_whole or compiles_whole_graphs(self._plan.graph, self._options):
+        asked = self._wants_whole or (self._options.inductor or Inductor()).whole_graphs is not None
+        if asked or self._plan.link is not None or not self._may_gain_whole:
             return []
         judged = self._whole_graphs.as_torch_within(self._budget)
         return [] if judged is None else [judged]
+
+    @cached_property
+    def _wants_whole(self) -> bool:
+        return compiles_whole_graphs(self._plan.graph, self._options)
 
     @cached_property
     def _may_gain_whole(self) -> bool:
