@@ -16,6 +16,7 @@ from . import (
     atlas,
     combinations,
     combinations_of_ranks,
+    compression,
     fits,
     kernel_starts,
     kernels_page,
@@ -196,7 +197,7 @@ def _offload(record: str) -> str:
     return "\n".join([*sentences, "", more])
 
 
-DOCS = ("gpu", "shapes", "distributed", "slices", "kernels", "combinations", "fits", "atlas")
+DOCS = ("gpu", "shapes", "distributed", "slices", "kernels", "combinations", "fits", "atlas", "compression")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 PARTS: dict[str, Callable[[str], str]] = {
     "quickstart.txt": _quickstart,
@@ -214,6 +215,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "combinations_of_ranks.json": combinations_of_ranks.page,
     "fits.json": fits.page,
     "traffic.json": traffic.table,
+    "compression.json": compression.page,
     **{f"gpu_first_hour/{name}.json": partial(gpu_page.table, name) for name in gpu_page.COLUMNS},
 }
 MORE: tuple[tuple[str, str, Callable[[str], str]], ...] = (  # parts of a name of their own

@@ -41,6 +41,7 @@ PLANNERS = ("auto", *LISTS, *TABLES)  # names of the solvers that plan models
 TRANSFERRING = tuple(name for name, solver in SOLVERS.items() if solver.transfers)
 BACKENDS = ("eager", "inductor")
 COUNTS = ("allocated", "reserved")
+COMPRESSED = ("int8", "fp8")
 
 # input name -> dimension -> its range: an `export.Dim`, or (minimum, maximum)
 Sizes = Mapping[str, Mapping[int, Dim | tuple[int, int]]]
@@ -65,6 +66,7 @@ class PlanOptions(TypedDict, total=False):
     never_again: Wish | Sequence[Wish]
     keep: Wish | Sequence[Wish]
     count: str
+    compress: str | bool | None
 
 
 class StepOptions(PlanOptions, total=False):
@@ -137,6 +139,10 @@ class Options:
         count: "allocated": `mem` limits the bytes of tensors and workspaces. "reserved": it limits all that PyTorch's
             caching allocator takes from the device for them (`Plan.predicted_reserved`), on CUDA; `mem` is then given
             in bytes, or is "min" or "auto".
+        compress: how the values that the backward reads may be stored in fewer bytes where the step would not fit
+            otherwise. None: without loss, as bits or short integers, so that gradients are equal bit for bit. "int8" or
+            "fp8": also as numbers of eight bits with one scale for each row, so that gradients are rounded
+            (docs/compression.md). False: not at all.
 
     Raises:
         InvalidBudget: a size or budget has an invalid form.
@@ -162,6 +168,7 @@ class Options:
     never_again: Wish | Sequence[Wish] = ()
     keep: Wish | Sequence[Wish] = ()
     count: str = "allocated"
+    compress: str | bool | None = None
     # True: a saved plan of another step is an error. Set internally.
     strict: bool | None = field(default=None, repr=False)
     # memory of the loss outside the model, measured during steps. Set internally.
@@ -203,6 +210,7 @@ class Options:
         self._check_optimizer()
         self._check_solver()
         self._check_count()
+        self._check_compress()
 
     @property
     def measures(self) -> bool:
@@ -275,7 +283,7 @@ class Options:
 
         It cannot with a saved plan, offloading, slices, compiled kernels or a limit of reserved bytes.
         """
-        fixed = self.plan or self.host or self.slicing or self.compiles or self.counts_reserved
+        fixed = self.plan or self.host or self.slicing or self.compiles or self.counts_reserved or self.compress
         return not (fixed or self.may_offload or self.may_slice)
 
     @property
@@ -287,6 +295,8 @@ class Options:
             return f"exact={self.exact}"
         if self.compiles:
             return 'backend="inductor"'
+        if self.compress:
+            return f"compress={self.compress!r}"
         return "slices" if self.slicing else "offloading" if self.host else 'count="reserved"'
 
     @property
@@ -304,6 +314,8 @@ class Options:
             return "slices=Slices(drop_outputs=True)"
         if self.counts_reserved:
             return 'count="reserved"'
+        if self.compress:
+            return f"compress={self.compress!r}"
         return "" if self.measures else "an estimate"
 
     @property
@@ -484,6 +496,19 @@ class Options:
             f"unknown solver {shortened(self.solver)}{_perhaps(guess)}; those that plan models are {', '.join(known)}"
         )
 
+
+    def _check_compress(self) -> None:
+        if self.compress not in (None, False, *COMPRESSED):
+            raise FxrematError(
+                f"compress is {shortened(self.compress)}; it is None, False, or one of {', '.join(COMPRESSED)}"
+            )
+        if not self.compress:
+            return
+        if self.exact:
+            raise FxrematError(f"compress={self.compress!r} rounds gradients, which exact=True forbids")
+        if (self.compiles and self.backend is not None) or self.slicing or self.plan is not None:
+            other = "a saved plan" if self.plan is not None else "slices" if self.slicing else 'backend="inductor"'
+            raise FxrematError(f"compress={self.compress!r} does not go with {other}, which reads values as they are")
 
     def _check_count(self) -> None:
         if self.count not in COUNTS:

@@ -24,6 +24,7 @@ from fxremat.cost.environment import environment
 from fxremat.errors import PlanMismatch
 from fxremat.graphs.accounting import device_of
 from fxremat.graphs.captured import Captured
+from fxremat.passes.compress import Compression
 from fxremat.passes.lower import Handles
 from fxremat.planned_step import Means, WeightBudget
 from fxremat.search.candidate import (
@@ -62,6 +63,7 @@ class PlanData:
     link: Link | None
     slices: tuple[SlicedRegion, ...]
     slicing: Slicing | None
+    compression: Compression | None
     weights: WeightBudget | None
     environment: Mapping[str, Any]
     means: tuple[Means, ...] = ()
@@ -92,11 +94,11 @@ class PlanData:
         if captured.digest != kept.digest:
             raise PlanMismatch(f"{name} is of another step: {_difference(kept, captured)}")
         here = {captured.digest: captured}
-        if self.slicing:
-            joint = self.slicing.of(captured).joint
-            here[joint.digest] = joint
+        rewritten = [self.slicing.of(captured).joint] if self.slicing else []
+        rewritten += [self.compression.of(captured)] if self.compression else []
+        here |= {joint.digest: joint for joint in rewritten}
         if self.graph.digest not in here:
-            raise PlanMismatch(f"{name} runs other regions in slices than this fxremat would: make it again")
+            raise PlanMismatch(f"{name} rewrites the step otherwise than this fxremat would: make it again")
         moved: PlanData = read(written(self, SHARED, NUMBERS), CLASSES, {StepGraph: lambda known: here[known.digest]})
         return moved
 
@@ -106,7 +108,7 @@ SHARED = (StepGraph, Layout, Program, Order)
 NUMBERS: Instead = {Captured: lambda captured: captured.step}  # how a captured step is written: without its fx nodes
 CLASSES = (
     *(PlanData, Candidate, Frontier, FromSchedule, FromJoin, Refined, Transferred, Communicating, Costs, Sizes, Link),
-    *(SlicedRegion, Slicing, WeightBudget, Handles, Means),
+    *(SlicedRegion, Slicing, Compression, WeightBudget, Handles, Means),
     *(StepGraph, Op, Value, Origin, Kind, Source, Frame, Layout, BlockLayout, Order, Program, Step, Transfer, Role),
     *(ProgramWithTransfers, ProgramWithCommunication, Communication, Memory, Schedule, JoinSchedule, JoinTimeline),
 )

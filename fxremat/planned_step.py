@@ -18,6 +18,7 @@ from fxremat.cost.device_memory import DeviceMemory
 from fxremat.graphs.captured import Captured, captured_of
 from fxremat.host.tier import HostTier
 from fxremat.linearize.chain_of import chain_of
+from fxremat.passes.compress import Compression
 from fxremat.passes.lower import Handles, lower
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.lower_bound import lower_bound
@@ -127,6 +128,7 @@ class PlannedStep:
     slices: tuple[SlicedRegion, ...] = ()  # groups of ops that run in slices of the batch or sequence
     slicing: Slicing | None = None  # the settings that `slices` were chosen with
     not_sliced: tuple[str, ...] = ()  # if slices were requested: reasons why ops that need much memory are not sliced
+    compression: Compression | None = None  # which values are stored in fewer bytes; None: all are stored as they are
     more_slices: bool = False  # True: some ways to slice were not tried, and might need less memory
     compiled: Compiled | None = None  # the groups of ops that Inductor compiles; None: there are none
     not_compiled: str = ""  # if compiled regions were requested and there are none: the reason

@@ -179,7 +179,11 @@ class Plan(PlannedStep):
 
     def on(self, captured: Captured) -> Plan:
         """Return this plan for an equal step captured in this process. Raises `PlanMismatch` if the step differs."""
-        data = PlanData(**{name: getattr(self, name) for name in NAMES}, environment=self.environment or {})
+        data = PlanData(
+            **{name: getattr(self, name) for name in NAMES if name != "alternatives"},
+            alternatives=without_the_rest(self.alternatives, self.chosen),
+            environment=self.environment or {},
+        )
         return Plan.of(data.on(captured, self.saved_as or "the plan"), name=self.saved_as)
 
     def describe(self, *, full: bool = False) -> str:

@@ -160,6 +160,7 @@ def nothing(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]
 
 
 PREPARATIONS: dict[str, Callable[[Path, pytest.MonkeyPatch], Names]] = {
+    "compression.md": a_model,
     "distributed.md": a_sharded_model,
     "gpu.md": a_model,
     "guides/ddp.md": an_environment_of_torchrun,

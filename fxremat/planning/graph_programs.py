@@ -2,6 +2,7 @@
 
     single ops    orders of ops with recomputations, also with copies of what is saved to the host
     slices        the same of the graph with its largest ops in slices, where the user allows that
+    packed        the same of the graph with masks and the like stored as bits, where that saves much
     compiled      a few of the orders of single ops, with forward and backward compiled by Inductor
 
 Slices and compiled kernels are for one size: graphs whose sizes change run single ops.
@@ -33,6 +34,7 @@ from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.options import Options
 from fxremat.planning.choosing import link_to
 from fxremat.planning.compiled import PHASES, compile_new, kernels_of
+from fxremat.planning.compressed import ways_to_pack
 from fxremat.planning.facts import facts_of
 from fxremat.planning.in_slices import ways_to_slice
 from fxremat.planning.step import Step
@@ -162,7 +164,7 @@ def programs_of(
         required = any(node.target in ALWAYS_COMPILED for node in step.graph.nodes)
         alone = () if required else alone
     else:
-        others = list(_in_slices(step, options, keep_all, tier))
+        others = list(_rewritten(step, options, keep_all, tier))
     return (tuple(thinned(unbeaten([*alone, *others]))) if others else alone), keep_all
 
 
@@ -192,12 +194,13 @@ def _another(graph: Captured, base: Captured, costs: Costs) -> Another:
     return Another(costs=costs, values=inputs_across(graph, base) | outputs)
 
 
-def _in_slices(
+def _rewritten(
     step: Step, options: Options, keep_all: CallProgram, tier: HostTier | None
 ) -> Iterator[CallProgram]:
-    """Yield the programs of the graph with its largest ops in slices, in a few ways."""
-    for sliced in ways_to_slice(step.graph, max(keep_all.forward, keep_all.backward), options):
-        graph = sliced.joint
+    """Yield the programs of the graph with its largest ops in slices, in a few ways, and with what it saves packed."""
+    peak = max(keep_all.forward, keep_all.backward)
+    sliced = (found.joint for found in ways_to_slice(step.graph, peak, options))
+    for graph in (*sliced, *ways_to_pack(step.graph, peak, options)):
         costs = facts_of(replace(step, graph=graph), options)
         as_traced, copies = _apart(graph, costs)
         another, host = _another(graph, step.graph, costs), _Host.of(graph, tier, options)

@@ -21,6 +21,7 @@ from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.graphs.captured import Captured
 from fxremat.options import Options
 from fxremat.planning.choosing import chosen
+from fxremat.planning.compressed import in_fewer_bytes
 from fxremat.planning.facts import estimated_device, rate_of, with_loss
 from fxremat.planning.limits import Limit
 from fxremat.planning.step import Step
@@ -56,8 +57,8 @@ class Variants:
 def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
     """Find costs and frontiers of the step as captured, and of ways to slice it if slices are allowed and needed."""
     if (slicing := options.slicing) is None:
-        only = surveyed(step, options, limit)
-        return Variants(surveys=(only,), captured=only)
+        captured = surveyed(step, options, limit)
+        return Variants(surveys=(captured, *in_fewer_bytes(captured, options)), captured=captured)
     quick = options.quick()
     captured = kept_alone(step, options, limit)
     within, fits = _agreed(step, captured, options)
@@ -157,11 +158,11 @@ def fastest(found: Variants, options: Options) -> Plan:
     Raises:
         BudgetTooSmall: none fits; `.minimum` is the least budget over all of them.
     """
-    if options.slicing is None:
-        return chosen(found.surveys[0], options)
+    if len(found.surveys) == 1 and options.slicing is None:
+        return chosen(found.captured, options)
     errors: list[BudgetTooSmall] = []
     for one in sorted(found.surveys, key=lambda one: one.seconds_within(one.limit.bytes)):
-        if not (one.measured and one.fits_without_more(one.limit.bytes)):
+        if options.slicing and not (one.measured and one.fits_without_more(one.limit.bytes)):
             one = surveyed(one.step, options, one.limit, one.sliced)
         try:
             plan = chosen(one, options)
@@ -200,6 +201,7 @@ def _of_all(plan: Plan, one: Survey, found: Variants) -> Plan:
         ),
         slices=one.sliced.regions if one.sliced else (),
         slicing=one.sliced.slicing if one.sliced else None,
+        compression=one.compression,
         not_sliced=found.surveys[-1].blocked,
         weights=weights and replace(weights, keep_all_peak=found.captured.keep_all),
     )

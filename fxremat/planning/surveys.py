@@ -20,6 +20,7 @@ from fxremat.cost.updates import units_of, with_own_sizes
 from fxremat.graphs.accounting import device_of
 from fxremat.graphs.captured import Captured
 from fxremat.options import Options
+from fxremat.passes.compress import Compression
 from fxremat.planning.facts import assumed_facts, facts_of
 from fxremat.planning.frontier_cache import NO_GRAPH, FrontierCache
 from fxremat.planning.limits import Limit
@@ -50,6 +51,7 @@ class Survey:
     limit: Limit  # the budget, with its bytes already computed
     # the rewritten graph, if ops of the step run in slices; None: the step as captured
     sliced: SlicedJoint | None = None
+    compression: Compression | None = None  # which values are stored in fewer bytes; None: the step as captured
     measured: bool = True  # False: the costs of ops that were never measured are estimates
     # the candidates before they were improved op by op, fastest first: some may reserve less than those of the frontier
     begun: tuple[Candidate, ...] = ()

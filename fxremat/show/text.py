@@ -141,7 +141,11 @@ def _modules(plan: PlannedStep, tree: ModuleNode, full: bool) -> Iterator[str]:
     rows = all_rows(tree, model) if full else rows_of(tree, ROWS, model)
     yield from table(rows, ("saved", "recomputed", "offloaded", "extra time"), what_it_does)
     waiting = waiting_seconds(plan, tree.total)
-    beyond = ((_waiting_for(plan, less=waiting < 0), abs(waiting)), ("running in slices", slicing_seconds(plan)))
+    beyond = (
+        (_waiting_for(plan, less=waiting < 0), abs(waiting)),
+        ("running in slices", slicing_seconds(plan)),
+        ("storing in fewer bytes", compressing_seconds(plan)),
+    )
     for what, seconds in beyond:
         if abs(seconds) > _WAITING * plan.keep_all_time:
             yield f"  {what:{_MODULE + _COUNT - 2 + 3 * _FIGURE}}{format_seconds(seconds):>{_FIGURE}}"
@@ -174,12 +178,22 @@ def waiting_seconds(plan: PlannedStep, total: Share) -> float:
 
     `total` has the figures of all modules together.
     """
-    return plan.op_by_op.predicted_time - plan.keep_all_time - slicing_seconds(plan) - total.extra
+    rewritten = slicing_seconds(plan) + compressing_seconds(plan)
+    return plan.op_by_op.predicted_time - plan.keep_all_time - rewritten - total.extra
 
 
 def slicing_seconds(plan: PlannedStep) -> float:
     """Return the seconds by which all ops, run once each, take longer in slices than unsliced; 0.0 without slices."""
-    return plan.costs.time_of(range(len(plan.graph.ops))) - plan.keep_all_time if plan.slices else 0.0
+    return _rewriting_seconds(plan) if plan.slices else 0.0
+
+
+def compressing_seconds(plan: PlannedStep) -> float:
+    """Return the seconds by which all ops, run once each, take longer with tensors compressed; 0.0 if none are."""
+    return _rewriting_seconds(plan) if plan.compression else 0.0
+
+
+def _rewriting_seconds(plan: PlannedStep) -> float:
+    return plan.costs.time_of(range(len(plan.graph.ops))) - plan.keep_all_time
 
 
 def _waiting_for(plan: PlannedStep, *, less: bool) -> str:
@@ -239,6 +253,8 @@ def _means(plan: PlannedStep) -> Iterator[tuple[str, str]]:
     """Yield facts about slices, kernels, and what the planner chose from."""
     for region, count in Counter(map(_of_region, plan.slices)).items():
         yield "in slices", f"{count} x {region}" if count > 1 else region
+    if plan.compression:
+        yield "compressed", str(plan.compression)
     if plan.means:
         yield "means", "; ".join(map(str, plan.means))
     if plan.not_sliced:

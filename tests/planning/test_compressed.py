@@ -1,0 +1,229 @@
+"""Steps that store what the backward reads in fewer bytes: when they do, in how much memory, and the same gradients."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fxremat
+from benchmarks import meter
+from fxremat import Offload, Search
+from tests.dags import few
+from tests.steps import differences, step_of
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+QUICK = Search(seconds=0.0, progress=False)
+WIDTH = 64
+
+
+class Perceptrons(nn.Module):
+    """Residual layers with ReLU and dropout, whose masks are a large part of what the backward reads."""
+
+    def __init__(self, layers: int = 4, broken: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                *(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Dropout(0.1)),
+                *(nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)),
+            )
+            for _ in range(layers)
+        )
+        self.broken = broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+            if self.broken:
+                torch._dynamo.graph_break()
+        return x.square().mean()
+
+
+class Images(nn.Module):
+    """Channels mixed and weighted apart, with ReLU6 and maximum pools: little is read but signs and indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 1)
+        self.scales = nn.ParameterList(torch.rand(8, 1, 1) + 0.5 for _ in range(8))
+        self.last = nn.Linear(8 * 64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for index, scale in enumerate(self.scales):
+            x = nn.functional.relu6(x + scale)
+            x = nn.functional.max_pool2d(x, 2) if index % 4 == 3 else x
+        return self.last(x.flatten(1)).square().mean()
+
+
+MODELS = {"perceptrons": Perceptrons, "images": Images}
+
+
+def batch(name: str = "perceptrons") -> Tensor:
+    shape = (16, 16, WIDTH) if name == "perceptrons" else (8, 3, 32, 32)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def made(name: str, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name](**options)
+
+
+def assert_bits(ours: nn.Module, plain: nn.Module, x: Tensor, steps: int = 2) -> None:
+    for _ in range(steps):
+        mine, its = (step_of(model, lambda model=model: model(x), lambda loss: loss) for model in (ours, plain))
+        assert differences(mine, its) == []
+
+
+def peak_of(model: nn.Module, x: Tensor) -> int:
+    model.zero_grad(set_to_none=True)
+    return meter.peak_bytes(lambda: model(x).backward())
+
+
+def rough(name: str, **options: Any) -> Any:
+    """A captured step with estimated costs, by which plans are the same on any machine."""
+    return fxremat.capture(made(name), (batch(name),), mem="100%", search=QUICK, costs="estimate", **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_less_memory_is_needed_at_least(name: str) -> None:
+    step = rough(name)
+    with_it, without = step.plan("min"), step.plan("min", compress=False)
+    assert with_it.compression is not None
+    assert without.compression is None
+    assert with_it.budget < without.budget
+    assert step.least() == with_it.budget
+    assert "compressed" in str(with_it)
+
+
+def test_the_measured_peak_is_within_the_least_budget() -> None:
+    model, x = made("images"), batch("images")
+    plain = copy.deepcopy(model)
+    ours = fxremat.compile(model, mem="min", search=QUICK)
+    assert_bits(ours, plain, x)
+    assert ours.plan.compression is not None
+    assert 0.98 * ours.plan.predicted_peak <= peak_of(ours, x) <= ours.plan.budget
+
+
+def test_values_are_packed_only_where_that_is_faster() -> None:
+    step = rough("perceptrons")
+    assert step.plan("100%").compression is None
+    faster, slower = step.plan("50%"), step.plan("50%", compress=False)
+    assert faster.compression is not None
+    assert faster.predicted_time < slower.predicted_time
+    assert faster.keep_all_peak == slower.keep_all_peak
+    assert faster.keep_all_time == pytest.approx(slower.keep_all_time)
+    assert faster.minimum < slower.minimum
+
+
+def check(name: str, share: int, offload: bool) -> None:
+    torch._dynamo.reset()
+    step = rough(name, offload=offload)
+    least, everything = step.plan("min").budget, step.plan("100%").keep_all_peak
+    plan = step.plan(least + (everything - least) * share // 100)
+    model, x = made(name), batch(name)
+    plain = copy.deepcopy(model)
+    assert_bits(fxremat.compile(model, plan=plan, offload=offload), plain, x)
+
+
+any_budget = given(name=st.sampled_from(sorted(MODELS)), share=st.integers(0, 40), offload=st.booleans())
+
+
+@few(3)
+@any_budget
+def test_bits_at_any_budget(name: str, share: int, offload: bool) -> None:
+    check(name, share, offload)
+
+
+@pytest.mark.long
+@few(40)
+@any_budget
+def test_bits_at_many_budgets(name: str, share: int, offload: bool) -> None:
+    check(name, share, offload)
+
+
+def test_several_graphs_within_one_budget() -> None:
+    budgets = {}
+    for compress in (None, False):
+        torch._dynamo.reset()
+        model, x = made("perceptrons", broken=True), batch()
+        plain = copy.deepcopy(model)
+        ours = fxremat.compile(model, mem="min", search=QUICK, compress=compress)
+        assert_bits(ours, plain, x, steps=4)
+        budgets[compress] = ours.plan.minimum
+    assert budgets[None] < budgets[False]
+
+
+def test_a_saved_plan_stores_the_same(tmp_path: Path) -> None:
+    plan = rough("perceptrons").plan("50%")
+    plan.save(tmp_path / "plan.json")
+    assert plan.compression is not None
+    assert fxremat.Plan.load(tmp_path / "plan.json").compression == plan.compression
+    model, x = made("perceptrons"), batch()
+    plain = copy.deepcopy(model)
+    assert_bits(fxremat.compile(model, plan=tmp_path / "plan.json"), plain, x)
+
+
+def test_weights_on_the_host_go_together_with_packed_masks() -> None:
+    model, x = made("perceptrons"), batch()
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
+    hosted = Offload(weights=True, activations=False)
+    ours = fxremat.compile(model, mem="min", offload=hosted, optimizer=optimizers[0], search=QUICK)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        ours(x).backward()
+        torch.manual_seed(seed)
+        plain(x).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert ours.plan.compression is not None
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_rounded_values_take_less_time_at_a_small_budget_and_keep_gradients_near(dtype: str) -> None:
+    step = rough("perceptrons")
+    rounded, exact = step.plan("45%", compress=dtype), step.plan("45%")
+    assert rounded.compression is not None
+    assert rounded.compression.rounded
+    assert rounded.predicted_time < exact.predicted_time
+    assert f"as {dtype}" in str(rounded)
+    model, x = made("perceptrons"), batch()
+    plain = copy.deepcopy(model)
+    ours = fxremat.compile(model, plan=rounded)
+    mine, its = (step_of(each, lambda each=each: each(x), lambda loss: loss) for each in (ours, plain))
+    assert mine.values["loss"] == its.values["loss"]  # only the backward reads what was rounded
+    errors = [
+        float((mine.gradients[name] - gradient).norm() / gradient.norm())
+        for name, gradient in its.gradients.items()
+        if gradient is not None
+    ]
+    assert 0 < max(errors) < (0.02 if dtype == "int8" else 0.06)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"compress": "int4"}, "compress is 'int4'; it is None, False, or one of int8, fp8"),
+        ({"compress": "int8", "exact": True}, "rounds gradients, which exact=True forbids"),
+        ({"compress": "int8", "backend": "inductor"}, 'does not go with backend="inductor"'),
+        ({"compress": "int8", "slices": True}, "does not go with slices"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(fxremat.FxrematError, match=words):
+        fxremat.compile(made("perceptrons"), mem="60%", **options)
+
+
+def test_a_model_of_several_graphs_is_not_rounded() -> None:
+    ours = fxremat.compile(made("perceptrons", broken=True), mem="60%", compress="int8")
+    with pytest.raises(fxremat.FxrematError, match="compress='int8' needs one"):
+        ours(batch())
