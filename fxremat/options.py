@@ -506,8 +506,13 @@ class Options:
             return
         if self.exact:
             raise FxrematError(f"compress={self.compress!r} rounds gradients, which exact=True forbids")
-        if (self.compiles and self.backend is not None) or self.slicing or self.plan is not None:
-            other = "a saved plan" if self.plan is not None else "slices" if self.slicing else 'backend="inductor"'
+        others = {
+            "a saved plan": self.plan is not None,
+            "slices": self.slicing,
+            "weights on the host": self.hosts_weights,
+            'backend="inductor"': self.compiles and self.backend is not None,
+        }
+        if other := next((name for name, used in others.items() if used), None):
             raise FxrematError(f"compress={self.compress!r} does not go with {other}, which reads values as they are")
 
     def _check_count(self) -> None:

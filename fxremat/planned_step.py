@@ -129,7 +129,7 @@ class PlannedStep:
     slicing: Slicing | None = None  # the settings that `slices` were chosen with
     not_sliced: tuple[str, ...] = ()  # if slices were requested: reasons why ops that need much memory are not sliced
     compression: Compression | None = None  # which values are stored in fewer bytes; None: all are stored as they are
-    more_slices: bool = False  # True: some ways to slice were not tried, and might need less memory
+    more_ways: bool = False  # True: some ways to slice or compress were not tried, and might need less memory
     compiled: Compiled | None = None  # the groups of ops that Inductor compiles; None: there are none
     not_compiled: str = ""  # if compiled regions were requested and there are none: the reason
     means: tuple[Means, ...] = ()  # what the planner chose from, if the user let it choose; what was chosen is in it
@@ -194,9 +194,10 @@ class PlannedStep:
     def minimum(self) -> int:
         """Smallest budget, in bytes, with which this step can run.
 
-        With slices, the first access may start a search, which takes about as long as a plan.
+        Where slices or compression might need less, the first access starts a search, which takes about as long as
+        a plan.
         """
-        if not (self.more_slices and self.step):
+        if not (self.more_ways and self.step):
             return self.known_minimum
         return min(self.known_minimum, self.step.least())
 
@@ -321,5 +322,5 @@ class PlannedStep:
             f"peak {format_bytes(self.predicted_peak)} of {format_bytes(self.budget)} allowed, "
             f"time {format_seconds(self.predicted_time)}, "
             f"{format_ratio(self.predicted_time, self.keep_all_time, '.2f')}x of keeping everything; "
-            f"the least budget is {format_bytes(self.known_minimum)}{' or less' if self.more_slices else ''}"
+            f"the least budget is {format_bytes(self.known_minimum)}{' or less' if self.more_ways else ''}"
         )

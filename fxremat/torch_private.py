@@ -643,9 +643,10 @@ def outside_graphs(function: Callable[..., Any], reason: str) -> Callable[..., A
 def is_traced() -> str | None:
     """Return which tracer or transform runs the current call: "torch.export", "torch.fx", "torch.jit", "torch.func".
 
-    None if none does.
+    "TorchDispatchMode" if a mode sees each op, such as `FlopCounterMode`; dynamo skips all functions then. None if none
+    of these does.
 
-    `torch.fx._symbolic_trace.is_fx_symbolic_tracing`, `torch._C._is_tracing` and
+    `torch.fx._symbolic_trace.is_fx_symbolic_tracing`, `torch._C._is_tracing`, `torch._C._len_torch_dispatch_stack` and
     `torch._C._functorch.peek_interpreter_stack` (torch 2.11, 2.13).
     """
     from torch.fx._symbolic_trace import is_fx_symbolic_tracing
@@ -656,7 +657,11 @@ def is_traced() -> str | None:
         return "torch.fx"
     if torch._C._is_tracing():
         return "torch.jit"
-    return None if torch._C._functorch.peek_interpreter_stack() is None else "torch.func"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func"
+    modes = (torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack()))
+    seen = any(not (mode.is_infra_mode() or mode.ignore_compile_internals()) for mode in modes)
+    return "TorchDispatchMode" if seen else None
 
 
 def is_compiling() -> bool:
@@ -1340,11 +1345,14 @@ def forget_history(graph: fx.Graph) -> None:
     """Release the autograd history of the example values of dynamo's graph, with the tensors it keeps alive.
 
     `meta["example_value"]` is a fake tensor with a history, whose nodes keep real tensors of the numbers in the code
-    (torch 2.13, 2.14, 2.15).
+    (torch 2.13, 2.14, 2.15). Values inside of a transform of torch.func cannot be detached outside of it, and stay
+    (`torch._C._functorch.is_functorch_wrapped_tensor`; torch 2.11, 2.13).
     """
     for node in graph.nodes:
         value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        if not isinstance(value, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):
+            continue
+        if value.grad_fn is not None:
             node.meta["example_value"] = value.detach().requires_grad_()
 
 
@@ -1466,6 +1474,19 @@ def input_and_dimension(placeholder: fx.Node, names: Sequence[str] = ()) -> tupl
         path = (names[number] if number < len(names) else f"input {number + 1}") + path[place.end() :]
     path = re.sub(r"^L\['([^']*)'\]", r"\1", path)
     return path or placeholder.name, int(size[1]) if size else None
+
+
+def reads_data(node: fx.Node) -> bool:
+    """Tell whether a node of dynamo's graph reads `tensor.data`: `torch._C._autograd._get_data_attr` (2.11, 2.13)."""
+    return node.target is torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+
+
+def lowers_a_version(node: fx.Node) -> bool:
+    """Tell whether a node of dynamo's graph only takes back the change of version that assigning to `.data` made.
+
+    A function of this name in `torch/_dynamo/variables/builtin.py` (torch 2.11, 2.13).
+    """
+    return getattr(node.target, "__name__", "") == "_lower_version_count_by_1"
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -40,7 +40,7 @@ class PassOptions(TypedDict, total=False):
 
 def pass_options(mem: int | str | None, options: Mapping[str, Any]) -> Options:
     """Return checked options for planning graphs that other tools captured; by default, costs are estimated."""
-    usual: dict[str, Any] = {"costs": "estimate", "search": Search(progress=False), "dynamic": False}
+    usual: dict[str, Any] = {"costs": "estimate", "search": Search(progress=False), "dynamic": False, "compress": False}
     if options.get("device_mem") is not None:
         raise FxrematError("device_mem counts the tensors of a model, and this is a graph: give mem, for its step")
     found = options_of(mem=mem, **{**usual, **options})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxremat.errors import PlanMismatch
+from fxremat.errors import FxrematError, PlanMismatch
 from fxremat.graphs.captured import Captured
 from fxremat.passes.collectives import WAIT
 from fxremat.plans import Plan
@@ -33,7 +33,10 @@ def tag(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
 
     Raises:
         PlanMismatch: the graph has none of the ops of the plan.
+        FxrematError: the plan stores values in fewer bytes, which tags cannot say.
     """
+    if plan.compression is not None:
+        raise FxrematError("tags cannot say that values are stored in fewer bytes: plan with compress=False")
     policies = _policies(plan)
     for wait in graph.graph.find_nodes(op="call_function", target=WAIT):
         if wait.args[0].name in policies:

@@ -24,11 +24,12 @@ from fxremat.graphs.captured import Captured
 from fxremat.options import Options
 from fxremat.passes.compress import Compression, packable, roundable
 from fxremat.planning.facts import assumed_facts, facts_of
+from fxremat.planning.step import Step
 from fxremat.planning.surveys import Survey, keep_all_of, surveyed
 from fxremat.search.survey import kept
 from fxremat.step.costs import Costs
 
-WORTHWHILE = 0.02  # nothing is packed unless that saves this fraction of the peak without recomputation
+WORTHWHILE = 0.05  # nothing is compressed unless that saves this fraction of the peak without recomputation
 FASTER = 0.98  # a way is surveyed if it promises at most this times the seconds of the best so far
 SAMPLE = 50  # ops whose seconds are compared with estimates
 SHARES = (0.5, 1.0)  # fractions of the bytes that may be rounded
@@ -46,8 +47,7 @@ class _Way:
 def in_fewer_bytes(captured: Survey, options: Options) -> Iterator[Survey]:
     """Yield surveys of a step that stores tensors in fewer bytes, where that promises to be faster, or to fit at all.
     """
-    other_solver = options.solver != "auto" and options.compress is None
-    if options.compress is False or options.compiles or other_solver:
+    if not _allowed(captured.step, options) or not _alike(captured.step):
         return
     budget, everything = captured.limit.bytes, captured.frontier.keep_all.time
     best = _seconds(captured, budget)
@@ -56,10 +56,33 @@ def in_fewer_bytes(captured: Survey, options: Options) -> Iterator[Survey]:
     )
     for way in sorted(ways, key=lambda way: (way.seconds, -way.bytes)):
         slow = everything < FASTER * best < inf
-        if (best == inf and way.bytes > 0) or (slow and (way.compression.rounded or way.seconds <= FASTER * best)):
+        if best == inf or (slow and (way.compression.rounded or way.seconds <= FASTER * best)):
             one = _surveyed(captured, way.compression, options)
             best = min(best, _seconds(one, budget))
             yield one
+
+
+def may_compress(captured: Survey, options: Options) -> bool:
+    """Tell whether a step could store tensors in fewer bytes, so that it might need less memory."""
+    if not _allowed(captured.step, options) or len(captured.step.ranks.ranks) > 1:
+        return False
+    graph = captured.step.graph
+    saved = packable(graph) | (roundable(graph, options.compress) if isinstance(options.compress, str) else {})
+    return sum(saved.values()) >= WORTHWHILE * captured.keep_all
+
+
+def _allowed(step: Step, options: Options) -> bool:
+    """Tell whether a step may store values in fewer bytes: where single ops run, and weights stay on the device."""
+    chosen = options.solver == "auto" or options.compress is not None
+    return options.compress is not False and not options.compiles and chosen and step.trained is None
+
+
+def _alike(step: Step) -> bool:
+    """Tell whether all ranks have the same ops, so that the numbers of values mean the same to all."""
+    if len(step.ranks.ranks) == 1:
+        return True
+    mine = [op.target for op in step.graph.ops]
+    return all(other == mine for other in step.ranks.gathered(mine, "comparing ops"))
 
 
 def _seconds(survey: Survey, budget: int) -> float:
@@ -90,8 +113,8 @@ def _ways(captured: Survey, options: Options) -> Iterator[_Way]:
         rounded = _rounded(graph, captured.costs, options.compress)
         found += [Compression(packed=every, rounded=values, dtype=options.compress) for values in rounded]
     rate = _rate(graph, captured.costs) if found and options.measures else 1.0
-    for compression in found:
-        yield _promised(captured, compression, options, rate)
+    promised = (_promised(captured, compression, options, rate) for compression in found)
+    yield from (way for way in promised if way.bytes >= WORTHWHILE * captured.keep_all)
 
 
 def _rate(graph: Captured, costs: Costs) -> float:

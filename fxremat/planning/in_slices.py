@@ -21,7 +21,7 @@ from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.graphs.captured import Captured
 from fxremat.options import Options
 from fxremat.planning.choosing import chosen
-from fxremat.planning.compressed import in_fewer_bytes
+from fxremat.planning.compressed import in_fewer_bytes, may_compress
 from fxremat.planning.facts import estimated_device, rate_of, with_loss
 from fxremat.planning.limits import Limit
 from fxremat.planning.step import Step
@@ -51,14 +51,16 @@ class Variants:
     surveys: tuple[Survey, ...]  # at least one, all for the same budget in bytes
     captured: Survey  # the step as captured; a budget in percent refers to its peak without recomputation
     blocked: tuple[str, ...] = ()  # reasons why ops that need much memory cannot run in slices
-    more: bool = False  # True if there are further ways to slice that were not tried
+    more: bool = False  # True if there are further ways to slice or compress that were not tried
 
 
 def variants_of(step: Step, options: Options, limit: Limit) -> Variants:
     """Find costs and frontiers of the step as captured, and of ways to slice it if slices are allowed and needed."""
     if (slicing := options.slicing) is None:
         captured = surveyed(step, options, limit)
-        return Variants(surveys=(captured, *in_fewer_bytes(captured, options)), captured=captured)
+        others = tuple(in_fewer_bytes(captured, options))
+        more = not others and may_compress(captured, options)
+        return Variants(surveys=(captured, *others), captured=captured, more=more)
     quick = options.quick()
     captured = kept_alone(step, options, limit)
     within, fits = _agreed(step, captured, options)
@@ -159,7 +161,7 @@ def fastest(found: Variants, options: Options) -> Plan:
         BudgetTooSmall: none fits; `.minimum` is the least budget over all of them.
     """
     if len(found.surveys) == 1 and options.slicing is None:
-        return chosen(found.captured, options)
+        return replace(chosen(found.captured, options), more_ways=found.more)
     errors: list[BudgetTooSmall] = []
     for one in sorted(found.surveys, key=lambda one: one.seconds_within(one.limit.bytes)):
         if options.slicing and not (one.measured and one.fits_without_more(one.limit.bytes)):
@@ -170,7 +172,7 @@ def fastest(found: Variants, options: Options) -> Plan:
             errors.append(error)
             continue
         plan = plan if one is found.captured else _of_all(plan, one, found)
-        return replace(plan, more_slices=found.more and len(one.step.ranks.ranks) == 1)
+        return replace(plan, more_ways=found.more and len(one.step.ranks.ranks) == 1)
     least = min(errors, key=lambda error: error.minimum)
     notes = [f"not in slices: {'; '.join(found.blocked)}"] if found.blocked else []
     if not _drops(options) and (beside := bytes_beside_loss(found.captured.step.graph)):

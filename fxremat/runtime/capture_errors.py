@@ -49,6 +49,10 @@ ADVICE = (
 """Patterns for the source line come before patterns for the reason that tracing gives."""
 
 
+OF_ARGUMENTS = r"bind arguments|device mismatch|when making fake tensor call"
+"""A pattern that matches dynamo's reasons to stop at an op or a call that may reject its arguments."""
+
+
 def advice(trouble: str) -> str:
     """Return what to do about a failed capture, as one sentence without a full stop.
 
@@ -107,7 +111,8 @@ def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> 
     """Translate an error that came through dynamo to one that users can act on; None: show the original.
 
     Args:
-        plain_error: returns the error that the plain model raises at this call; called only if tracing stopped.
+        plain_error: returns the error that the plain model raises at this call, or None; called only if tracing
+            stopped at an op or a call that rejects its arguments: it runs the user's forward, which may have effects.
     """
     if isinstance(error, FxrematError):
         return error
@@ -128,9 +133,10 @@ def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> 
         )
     if place is None:
         return None
-    if (plain := plain_error()) is not None:
+    own = _own_error(error)
+    if (own is not None or re.search(OF_ARGUMENTS, _first_line(error))) and (plain := plain_error()) is not None:
         return plain
-    if (own := _own_error(error)) is not None:
+    if own is not None:
         return CaptureError(
             f"the model fails on these inputs at {place}: {own}. Check that the plain model takes these inputs, or "
             "compile a submodule instead"

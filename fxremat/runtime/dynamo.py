@@ -59,6 +59,7 @@ from fxremat.planning.wishes import wished
 from fxremat.plans import Plan
 from fxremat.profiles import enough
 from fxremat.progress import telling
+from fxremat.runtime.assigned_data import copy_assigned_data
 from fxremat.runtime.attention_masks import checking, unmark
 from fxremat.runtime.auxiliary_outputs import (
     AuxiliaryOutputs,
@@ -193,6 +194,7 @@ class Backend:
         """Return a compiled function for a captured graph. Raises `CaptureError` for sizes that depend on data."""
         inline_regions(module)
         recurrent_as_ops(module.graph)
+        copy_assigned_data(module.graph)
         checks = unmark(module.graph, self.input_names)
         outputs = auxiliary_outputs_of(module)
         if outputs.all:
@@ -201,10 +203,27 @@ class Backend:
             loss_alone = self.coordinator is None and self.options.loss_outside.gradients == "loss"
             if loss_alone and (outputs.beside or outputs.mixed):
                 return AuxiliaryOutputs(module, outputs, self._differentiate, inputs)
-            run = self._differentiate(module, inputs)
+            run = self._differentiate(module, inputs) if self.coordinator is None else self._or_plain(module, inputs)
             return run if self.coordinator is None else checking(run, checks)
         finally:
             forget_history(module.graph)
+
+    def _or_plain(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return the compiled function of one graph of several; one that cannot be planned runs as plain PyTorch."""
+        try:
+            return self._differentiate(module, inputs)
+        except Exception as error:
+            refused = isinstance(error, CaptureError) or not isinstance(error, FxrematError)
+            nested = any(isinstance(each, torch.Tensor) and each.is_nested for each in inputs)
+            if not refused or (any(isinstance(size, torch.SymInt) for size in inputs) and not nested):
+                raise  # where sizes change, dynamo is asked again for fixed ones
+            log.warning(
+                "a graph of %s cannot be planned, and runs as plain PyTorch: %s: %s",
+                self.model,
+                type(error).__name__,
+                str(error).partition("\n")[0],
+            )
+            return module.forward
 
     def _differentiate(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, again: bool = False

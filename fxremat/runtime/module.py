@@ -114,8 +114,12 @@ UNREDUCED = (
     'the parameters: give Offload(weights=True, updates="step"), which updates them after that, or compile '
     "fxremat.fully_shard(model, replicate=True), which reduces gradients inside of the backward"
 )
+TRANSFORMS = {
+    "torch.func": "a transform of torch.func (grad, vmap, ...)",
+    "TorchDispatchMode": "a TorchDispatchMode (FlopCounterMode, ...)",
+}
 UNDER_TRANSFORM = (
-    "under a transform of torch.func (grad, vmap, ...) the plain model runs: fxremat's budget does not hold there"
+    "under {name} the plain model runs: fxremat's budget does not hold there"
 )
 
 
@@ -473,10 +477,14 @@ def _cut_by(model: nn.Module) -> str:
     return cut_by(model)
 
 
-def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the module through `Module.__call__`, which runs its hooks; in training, sharded parameters are gathered."""
-    with _gathering(self, _training_of(self)):
-        return nn.Module.__call__(self, *args, **kwargs)
+def _call_of(model: type[nn.Module]) -> Callable[..., Any]:
+    """Return a `__call__` that calls a module as its class does; in training, sharded parameters are gathered."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _gathering(self, _training_of(self)):
+            return model.__call__(self, *args, **kwargs)
+
+    return call
 
 
 def _gathering(module: Any, training: _Training) -> contextlib.AbstractContextManager[None]:
@@ -507,7 +515,7 @@ def _class_for(model: type[nn.Module], method: str, *, shared: bool) -> type:
         method: _Forward(getattr(model, method), method),
     }
     if method == "forward":
-        names["__call__"] = outside_graphs(_call, INSIDE)
+        names["__call__"] = outside_graphs(_call_of(model), INSIDE)
     if shared:
         names["no_sync"] = _no_sync
         if not hasattr(model, "set_requires_gradient_sync"):
@@ -646,9 +654,9 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if among_ranks():
         heartbeat.begin_step()
     if (tracer := is_traced()) is not None:
-        if tracer == "torch.func" and not training.warned:
+        if tracer in TRANSFORMS and not training.warned:
             training.warned = True
-            warnings.warn(UNDER_TRANSFORM, stacklevel=3)
+            warnings.warn(UNDER_TRANSFORM.format(name=TRANSFORMS[tracer]), stacklevel=3)
         return training.plain(*args, **kwargs)
     child = training.children.get(training.model)
     with child.put_aside() if child else contextlib.nullcontext():

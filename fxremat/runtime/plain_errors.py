@@ -1,7 +1,7 @@
 """The plain model's own error at a call that cannot be captured, such as a wrong argument, shape, dtype or device.
 
-For dynamo such a call looks like a graph break. To tell the two apart, the plain forward is run without data
-and without side effects:
+For dynamo such a call may look like a graph break. To tell the two apart, the plain forward is run without data and
+with few effects, where dynamo stopped at an op or a call that may have rejected its arguments:
 
     parameters, buffers, inputs        fake tensors of the same shapes, dtypes and devices
     attributes and containers          of modules, and of objects that they have: copies; the originals are put back
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -36,12 +37,14 @@ def plain_error(model: nn.Module, forward: Callable[..., Any], call: Call) -> Ex
     """Return the exception that the model's plain forward raises at a call; None if it raises none, or is not run.
 
     This costs the time of one forward without kernels, and allocates nothing on the device. The model, its
-    inputs and the random states do not change. Models with tensors of other classes than PyTorch's own (shards,
-    quantized weights) are not run, and None is returned.
+    inputs and the random states do not change, but what the forward writes elsewhere stays. Models with tensors of
+    other classes than PyTorch's own (shards, quantized weights) or with TorchScript in them, whose tensors cannot be
+    replaced, are not run, and None is returned.
     """
     args, kwargs = call
     tensors = [x for x in (*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)) if isinstance(x, Tensor)]
-    if not all(type(x) in (Tensor, nn.Parameter, nn.Buffer) for x in tensors):
+    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+    if scripted or not all(type(x) in (Tensor, nn.Parameter, nn.Buffer) for x in tensors):
         return None
     fakes = Fakes()
     draws = GeneratorStates(devices_of(tensors)).replayed()

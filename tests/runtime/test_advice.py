@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,12 +84,9 @@ def test_what_went_wrong_and_where(name: str, caplog: pytest.LogCaptureFixture) 
 
 
 def counted(model: Any, x: Tensor) -> Tensor:
-    """Leaves traces in the model and in the generators, and fails."""
+    """Leaves traces in the model and in the generator, and fails."""
     model.calls = 1
     model.seen.append(x.shape)
-    torch.manual_seed(5)
-    random.random()
-    print("running")
     result: Tensor = model.norm(model.linear(x)) + torch.rand(()) @ x
     return result
 
@@ -123,6 +122,67 @@ def test_a_call_that_is_wrong_raises_what_the_plain_model_raises_and_changes_not
     assert (model.seen, hasattr(model, "calls")) == ([], False)
     assert torch.equal(torch.get_rng_state(), draws[0])
     assert random.getstate() == draws[1]
+
+
+SEEN: list[Tensor] = []
+NUMBERS = itertools.count()
+
+
+class Leaving(nn.Module):
+    """Leaves traces outside of itself, and is more than one graph."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.numbers: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        self.numbers.append(next(NUMBERS))
+        y = self.linear(x)
+        SEEN.append(y)
+        torch._dynamo.graph_break()
+        return y.square().mean() + SEEN[-1].mean()
+
+
+def test_traces_that_a_forward_leaves_elsewhere_are_those_of_the_calls_alone() -> None:
+    model = Leaving()
+    compiled = fxremat.compile(model, "100%", search=Search(seconds=0.0, progress=False))
+    for _ in range(3):
+        loss = compiled(rows())
+        loss.backward()
+    assert type(loss) is Tensor
+    assert (Leaving.calls, model.numbers, len(SEEN)) == (3, [0, 1, 2], 3)
+    assert {type(each) for each in SEEN} == {Tensor}
+
+
+def test_a_part_in_torchscript_keeps_its_parameters() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(nn.Linear(WIDTH, WIDTH)))
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = fxremat.compile(model, "100%", search=Search(seconds=0.0, progress=False))
+        for each in (compiled, plain):
+            each(rows()).square().mean().backward()
+        for ours, its in zip(model.parameters(), plain.parameters(), strict=True):
+            assert has_data(ours)
+            assert torch.equal(ours.grad, its.grad)
+
+
+class More(nn.Linear):
+    """Adds to what its forward returns, outside of it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().__call__(*args, **kwargs) + 1
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_class_with_a_call_of_its_own_is_called_by_it(trained: bool) -> None:
+    model = More(WIDTH, WIDTH)
+    compiled = fxremat.compile(model, "100%", search=Search(seconds=0.0, progress=False)).train(trained)
+    assert torch.equal(compiled(rows()), model(rows()))
 
 
 def test_wrong_names_are_a_type_error_that_a_plan_raises_too() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import fxremat
 from fxremat.settings import Search
@@ -263,6 +264,18 @@ def test_transforms_of_torch_func_run_the_plain_model_and_say_so() -> None:
         gradients = torch.func.grad(loss)(parameters)
     module(rows()).backward()
     assert all(same(gradients[name], p.grad) for name, p in module.named_parameters())
+
+
+def test_modes_that_see_each_op_see_those_of_the_plain_model() -> None:
+    module = compiled(Loss(Stack(dropout=0.0)))
+    module(rows()).backward()
+    expected = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    counter = FlopCounterMode(display=False)
+    with pytest.warns(UserWarning, match="TorchDispatchMode"), counter:
+        module(rows()).backward()
+    assert counter.get_total_flops() > 0
+    assert all(map(same, expected, (p.grad for p in module.parameters())))
 
 
 def test_a_recurrent_use_of_one_graph_is_no_second_part() -> None:
