@@ -262,6 +262,12 @@ def _checked(model: object) -> nn.Module:
             f"the graph computes gradients already ({node.name}): fxremat would differentiate it again. Give the "
             "model, or the graph of its forward"
         )
+    lazy = [name for name, parameter in model.named_parameters() if isinstance(parameter, nn.UninitializedParameter)]
+    if lazy:
+        raise FxrematError(
+            f"the parameter {lazy[0]} has no sizes yet (nn.Lazy modules get them at the first call): call the model "
+            "once before compiling it"
+        )
     for name, part in model.named_modules():
         if isinstance(part, Rematerialized):
             raise FxrematError(

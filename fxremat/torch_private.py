@@ -643,11 +643,11 @@ def outside_graphs(function: Callable[..., Any], reason: str) -> Callable[..., A
 def is_traced() -> str | None:
     """Return which tracer or transform runs the current call: "torch.export", "torch.fx", "torch.jit", "torch.func".
 
-    "TorchDispatchMode" if a mode sees each op, such as `FlopCounterMode`; dynamo skips all functions then. None if none
-    of these does.
+    "TorchDispatchMode" if a mode sees each op, such as `FlopCounterMode`; dynamo skips all functions then. "forward_ad"
+    within a level of dual numbers. None if none of these does.
 
-    `torch.fx._symbolic_trace.is_fx_symbolic_tracing`, `torch._C._is_tracing`, `torch._C._len_torch_dispatch_stack` and
-    `torch._C._functorch.peek_interpreter_stack` (torch 2.11, 2.13).
+    `torch.fx._symbolic_trace.is_fx_symbolic_tracing`, `torch._C._is_tracing`, `torch._C._len_torch_dispatch_stack`,
+    `torch._C._functorch.peek_interpreter_stack` and `torch.autograd.forward_ad._current_level` (torch 2.11, 2.13).
     """
     from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
@@ -659,9 +659,22 @@ def is_traced() -> str | None:
         return "torch.jit"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward_ad"
     modes = (torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack()))
     seen = any(not (mode.is_infra_mode() or mode.ignore_compile_internals()) for mode in modes)
     return "TorchDispatchMode" if seen else None
+
+
+def any_batched(values: Iterable[Any]) -> bool:
+    """Tell whether tensors stand for several each, as in a backward with `is_grads_batched=True`.
+
+    `torch._C._functorch.is_legacy_batchedtensor` and `is_batchedtensor`, for gradients that `torch.vmap` passes
+    (torch 2.11, 2.13).
+    """
+    known = torch._C._functorch
+    given = (x for x in values if isinstance(x, torch.Tensor))
+    return any(known.is_legacy_batchedtensor(x) or known.is_batchedtensor(x) for x in given)
 
 
 def is_compiling() -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from fxremat.cost.resized import resized
+from fxremat.errors import FxrematError
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.symbolic import Dims, Numbers, Size, SymbolicGraph
 from fxremat.planning.graph_programs import SizedPrograms
@@ -32,7 +33,7 @@ from fxremat.search.call_programs import CallProgram
 from fxremat.step.costs import Costs
 from fxremat.step.program import Program
 from fxremat.step.source import common_module
-from fxremat.torch_private import real_tensors, taking_a_list
+from fxremat.torch_private import any_batched, real_tensors, taking_a_list
 
 EMITTED = 16  # generated fx graphs are cached for this many programs of a graph
 REMEMBERED = 256  # numbers and programs are cached for this many combinations of sizes
@@ -56,6 +57,11 @@ class SavedCall(Protocol):
     def backward(self, tangents: list[Any]) -> Sequence[Any]:
         """Run the backward; return the gradients."""
 
+
+BATCHED = (
+    "is_grads_batched=True computes several gradients at once, which a model of several graphs cannot: compute them "
+    "one by one, or with the uncompiled model"
+)
 
 saved_calls: dict[int, SavedCall] = {}
 """Calls whose backward may still run: number in the token -> call."""
@@ -197,6 +203,8 @@ class CalledGraph:
     def _backward(self, arguments: list[Any]) -> Sequence[Any]:
         count = len(self._sizes.places) if self._sizes else 0
         token, tangents = arguments[count], list(arguments[count + 1 :])
+        if any_batched(tangents):
+            raise FxrematError(BATCHED)
         arguments.clear()
         if (call := saved_calls.get(int(token))) is None:
             raise RuntimeError(AGAIN)

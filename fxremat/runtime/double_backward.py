@@ -8,6 +8,9 @@ returns cannot be differentiated. So here
                 captured graph as plain PyTorch on the inputs of the call, with the same random numbers, and return
                 gradients that autograd can differentiate
 
+A backward with `is_grads_batched=True`, as in vectorized Jacobians, is computed so too: plans overwrite gradients in
+place, which cannot be done to several at once.
+
 Such a step has no budget. All others run as planned.
 """
 
@@ -27,17 +30,18 @@ from torch.autograd.graph import GradientEdge
 from fxremat.errors import CaptureError
 from fxremat.ops.random import devices_of
 from fxremat.runtime.call_state import CallState
-from fxremat.torch_private import is_compiled_backward, versions_of
+from fxremat.torch_private import any_batched, is_compiled_backward, versions_of
 
 Step = Callable[..., Sequence[Any]]
 
 UNPLANNED = (
-    "the backward asks for gradients of gradients (create_graph=True), which no plan has: this step runs a second time "
-    "as plain PyTorch, without a budget"
+    "the backward asks for {what}, which no plan has: this step runs a second time as plain PyTorch, without a budget"
 )
+DOUBLE = "gradients of gradients (create_graph=True)"
+BATCHED = "several gradients at once (is_grads_batched=True)"
 REFUSED = (
-    "backward(create_graph=True) asks for gradients of gradients, for which the step runs again as plain PyTorch, but "
-    "{reason}; use the uncompiled model for double backward"
+    "backward asks for {what}, for which the step runs again as plain PyTorch, but {reason}; use the uncompiled model "
+    "for that"
 )
 
 
@@ -99,6 +103,7 @@ class _Call:
         self.versions = versions_of(inputs)
         self.node: Callable[[], Any] = lambda: None  # weak reference to the autograd node of the step
         self._hook: Any = None  # hook on that node, set when the first gradient of an output arrives
+        self.batched = False  # True if the gradients of the outputs are several each
         self.tangents: dict[int, Tensor] = {}  # position of an output -> its gradient
 
     def connect(self, node: Any, inputs: Sequence[Any]) -> None:
@@ -112,9 +117,11 @@ class _Call:
         return [x() if isinstance(x, weakref.ref) else x for x in self.inputs]
 
     def take(self, position: int, gradient: Tensor) -> None:
-        """Store the gradient of an output, if the backward has `create_graph=True`."""
-        if not torch.is_grad_enabled():
+        """Store the gradient of an output, if the backward has `create_graph=True` or `is_grads_batched=True`."""
+        batched = any_batched([gradient])
+        if not (torch.is_grad_enabled() or batched):
             return
+        self.batched |= batched
         if not self.tangents:  # set only now, since a hook keeps the gradients of all outputs alive during the backward
             self._hook = self.node().register_hook(self._differentiable)
         self.tangents[position] = gradient
@@ -131,9 +138,9 @@ class _Call:
         inputs = self._inputs_again()
         if not self.step.warned:
             self.step.warned = True
-            warnings.warn(UNPLANNED, stacklevel=2)
+            warnings.warn(UNPLANNED.format(what=BATCHED if self.batched else DOUBLE), stacklevel=2)
         self.step.tell()
-        with self.state.restored():
+        with self.state.restored(), torch.enable_grad():
             outputs = self.step.plain(*inputs)
         places = {edge: place for place, edge in reversed([*enumerate(edges)]) if edge[0] is not None}
         gradients: list[Tensor | None] = [None] * len(edges)
@@ -141,7 +148,7 @@ class _Call:
             [outputs[position] for position in tangents],
             [GradientEdge(*edge) for edge in places],
             list(tangents.values()),
-            create_graph=True,
+            create_graph=torch.is_grad_enabled(),
             allow_unused=True,
         )
         for place, gradient in zip(places.values(), found, strict=True):
@@ -151,12 +158,14 @@ class _Call:
     def _inputs_again(self) -> list[Any]:
         """Return the inputs for the second run; inputs that need no gradient are copied, as the step may write to them.
         """
+        what = BATCHED if self.batched else DOUBLE
         if self.step.rerun.refusal:
-            raise CaptureError(REFUSED.format(reason=self.step.rerun.refusal))
+            raise CaptureError(REFUSED.format(what=what, reason=self.step.rerun.refusal))
         given = self._given()
         if any(x is None and y is not None for x, y in zip(given, self.inputs, strict=True)):
-            raise CaptureError(REFUSED.format(reason="an input of the model is freed already: hold it until then"))
+            reason = "an input of the model is freed already: hold it until then"
+            raise CaptureError(REFUSED.format(what=what, reason=reason))
         now = versions_of(given)
         if any(before not in (None, after) for before, after in zip(self.versions, now, strict=True)):
-            raise CaptureError(REFUSED.format(reason="an input was modified in place after the forward"))
+            raise CaptureError(REFUSED.format(what=what, reason="an input was modified in place after the forward"))
         return [x.clone() if isinstance(x, Tensor) and not x.requires_grad else x for x in given]

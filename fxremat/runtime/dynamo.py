@@ -82,6 +82,7 @@ from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
 from fxremat.torch_private import (
     among_ranks,
+    any_batched,
     aot_backend,
     boxed,
     copied,
@@ -770,8 +771,11 @@ class _FixedStep:
         """
         run, weights = self._beside_others(runnable(graph), "backward"), self.weights
         losses, needs = self.plan.loss_places, self.plan.captured.outputs_needed
+        given, outputs = len(self.plan.captured.tangent_nodes), self.plan.captured.backward_outputs
 
         def backward(arguments: list[Any]) -> Any:
+            if weights is None and any_batched(arguments[-given:]):
+                return [_zeros(node) for node in outputs]  # a hook replaces them: see `double_backward`
             unused = unused_outputs()
             if weights is None:
                 return without(run(arguments), needs, unused)
@@ -781,6 +785,14 @@ class _FixedStep:
                 return without(run(arguments), needs, unused)
 
         return taking_a_list(backward)
+
+
+def _zeros(node: object) -> torch.Tensor | None:
+    """Return zeros, which take no memory, of the shape of a gradient; None for what has none."""
+    value = node.meta["val"] if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    return torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
 def _would_gain(plan: Plan, freed: int) -> bool:

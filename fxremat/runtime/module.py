@@ -93,6 +93,7 @@ BYPASSED = (
     "that was there before nor a part that is most of the model, so that no budget held; compile what it calls: "
     "model.part = fxremat.compile(model.part, mem=...)"
 )
+TRIALS = 3  # trials of two steps each until no step captures a graph any more, as it may where a model counts calls
 UNPLANNED = (
     "parameters of the compiled {name} get gradients, but none of its training calls went through `{method}`: nothing "
     "is planned, and no budget holds. Call the module that fxremat.compile returned; where a method of it calls parts "
@@ -117,10 +118,15 @@ UNREDUCED = (
 TRANSFORMS = {
     "torch.func": "a transform of torch.func (grad, vmap, ...)",
     "TorchDispatchMode": "a TorchDispatchMode (FlopCounterMode, ...)",
+    "forward_ad": "forward-mode differentiation (torch.autograd.forward_ad)",
 }
 UNDER_TRANSFORM = (
     "under {name} the plain model runs: fxremat's budget does not hold there"
 )
+
+
+# model -> what is kept for its compiled modules while their parameters are watched; see `_Training.watch`
+_watching: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[_Training]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -219,6 +225,7 @@ class _Training:
 
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.watched += [parameter.register_post_accumulate_grad_hook(seen) for parameter in trained]
+        _watching.setdefault(self.model, weakref.WeakSet()).add(self)
 
     def child_of(self, parent: nn.Module) -> PlannedChild | None:
         """Return the planned child of a module whose forward was replaced: the child with most of the parameters.
@@ -237,10 +244,11 @@ class _Training:
         return known
 
     def unwatch(self) -> None:
-        """Remove the hooks of `watch` from the parameters."""
-        for hook in self.watched:
-            hook.remove()
-        self.watched.clear()
+        """Remove the hooks of `watch` from the parameters, also those of the model compiled with other budgets."""
+        for training in _watching.pop(self.model, (self,)):
+            for hook in training.watched:
+                hook.remove()
+            training.watched.clear()
 
 
 class _Ours:
@@ -359,10 +367,11 @@ def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, An
         _leave(module, Until.PLANNED, args, kwargs)
     finally:
         training.may_try = False
-    if training.in_parts is not None:
-        try_steps(training.model, module, training.backend.options.method, args, kwargs)
     coordinator = training.backend.coordinator
-    if coordinator is not None:
+    for _ in range(TRIALS):
+        if coordinator is None or Inside(module).plan is not None:
+            break
+        try_steps(training.model, module, training.backend.options.method, args, kwargs)
         coordinator.settle()
     if (coordinator is None or coordinator.has_graphs) and Inside(module).plan is None:
         raise FxrematError(NOTHING_TO_PLAN)
@@ -512,6 +521,7 @@ def _class_for(model: type[nn.Module], method: str, *, shared: bool) -> type:
         "__module__": model.__module__,
         "__qualname__": model.__qualname__,
         "__doc__": model.__doc__,
+        "__jit_unused_properties__": [*getattr(model, "__jit_unused_properties__", ()), "_compiled_call_impl"],
         method: _Forward(getattr(model, method), method),
     }
     if method == "forward":

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.errors import FxrematError
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.nodes import is_number
 from fxremat.graphs.symbolic import Dims, Numbers, SymbolicGraph
@@ -34,7 +35,12 @@ from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.candidate import Candidate
 from fxremat.step.program import Order
 from fxremat.step.step_graph import Origin
-from fxremat.torch_private import real_tensors, taking_a_list
+from fxremat.torch_private import any_batched, real_tensors, taking_a_list
+
+BATCHED = (
+    "is_grads_batched=True computes several gradients at once, which a plan for changing sizes cannot: give "
+    "dynamic=False, or use the uncompiled model"
+)
 
 AT_MOST = 8  # number of programs whose generated graphs are kept
 MOST_SIZES = 10_000  # number of combinations of sizes for which the chosen program is remembered
@@ -129,6 +135,8 @@ class Sized:
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward of the program whose forward ran; the list is emptied, so that its tensors can be freed."""
+        if any_batched(arguments[-len(self._symbolic.tangents) :]):
+            raise FxrematError(BATCHED)
         unused = unused_outputs()
         count = len(self._graph.places)
         dims = tuple(int(argument) for argument in arguments[:count])
