@@ -11,7 +11,8 @@ is copied into a few.
 The token is a tensor of one number. PyTorch's autograd graph hangs on it, and is freed with it. A token without a graph
 was made up to measure the backward: the forward runs first then.
 
-What results and tape look like is found by running the layer on zeros once, for each combination of sizes.
+What results and tape look like is found by running the layer once for each combination of sizes: on tensors of the step
+that is captured, where there are some of these shapes (`lending`), since copies would take memory, else on zeros.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import functools
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,7 +35,7 @@ from fxremat.device import kind_of
 from fxremat.errors import FxrematError
 from fxremat.graphs.symbolic import NotSymbolic
 from fxremat.ops.random import HOST
-from fxremat.torch_private import autograd_inside_of_ops, real_tensors, recurrent_kernels, storage_of
+from fxremat.torch_private import autograd_inside_of_ops, is_real, real_tensors, recurrent_kernels, storage_of
 
 KINDS = recurrent_kernels()  # "LSTM", "GRU", "RNN_TANH", "RNN_RELU" -> PyTorch's function
 MOST_TENSORS = 16  # a tape of more tensors is copied into fewer
@@ -315,12 +317,39 @@ class _Looks:
         return tuple(sorted({one.source for one in self.recording.saved}))
 
 
+_lent: ContextVar[Sequence[Tensor]] = ContextVar("fxremat_lent", default=())
+
+
+@contextlib.contextmanager
+def lending(tensors: Iterable[object]) -> Iterator[None]:
+    """Within this context, layers may be run on real tensors among these, to see what they return; none is changed."""
+    token = _lent.set([one for one in tensors if isinstance(one, Tensor) and is_real(one)])
+    try:
+        yield
+    finally:
+        _lent.reset(token)
+
+
+def _samples(layer: Layer, device: torch.device) -> list[Tensor]:
+    """Return tensors to run a layer on, each with a storage of its own."""
+    pool: dict[tuple[Shape, torch.device], list[Tensor]] = {}
+    seen = set[int]()
+    for tensor in _lent.get():
+        if tensor.layout is torch.strided and storage_of(tensor) not in seen:
+            seen.add(storage_of(tensor))
+            pool.setdefault((Shape.of(tensor), tensor.device), []).append(tensor.detach())
+    lent = (pool.get((shape, device)) for shape in layer.given)
+    return [
+        known.pop() if known else shape.empty(device).zero_() for known, shape in zip(lent, layer.given, strict=True)
+    ]
+
+
 @functools.cache
 def _looks(text: str, device: torch.device) -> _Looks:
-    """Run a layer and its backward on zeros; generators stay as they are."""
+    """Run a layer and its backward once; generators stay as they are."""
     layer = Layer.parse(text)
     with real_tensors(), kind_of(device).kept_random_state(device):
-        given = [shape.empty(device).zero_() for shape in layer.given]
+        given = _samples(layer, device)
         results, held, graph = _run(given, layer)
         recording = _recorded(held, [*given, *results])
         made = [*results, _token(device), *recording.tape(held)]

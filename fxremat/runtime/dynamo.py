@@ -41,6 +41,7 @@ from fxremat.graphs.region import runnable
 from fxremat.graphs.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_sizes
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import Weights
+from fxremat.ops.recurrent import lending
 from fxremat.options import Options, SeenLoss, options_of
 from fxremat.passes.numbers import refuse_symbols
 from fxremat.passes.pipelines import PIPELINES, normalize
@@ -267,7 +268,7 @@ class Backend:
         """
         for _ in range(MOST_TRACES):
             try:
-                with self._as_it_runs(inputs):
+                with self._as_it_runs(inputs), lending(inputs):
                     return trace()
             except LayoutsDiffer as error:
                 self.learn(error)
