@@ -582,6 +582,35 @@ def traced_torch_modules() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def own_generators_left_to_python() -> Iterator[None]:
+    """Within this context, dynamo ends a graph before each draw from a `random.Random` that the model has.
+
+    dynamo would write the state that it saw into the graph, so that each call gives the same number
+    (`RandomVariable.call_method` of `torch/_dynamo/variables/misc.py`, torch 2.11, 2.13).
+    """
+    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.variables.misc import RandomVariable
+
+    own = RandomVariable.call_method
+
+    def call_method(self: Any, tx: Any, name: str, *arguments: Any) -> Any:
+        if self.source is None:
+            return own(self, tx, name, *arguments)
+        return unimplemented(
+            gb_type="random.Random of the model",
+            context=f"{self} {name}",
+            explanation="Its state changes from call to call.",
+            hints=[],
+        )
+
+    RandomVariable.call_method = call_method  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        RandomVariable.call_method = own  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def packed_sequences_left_to_python() -> Iterator[None]:
     """Within this context, dynamo ends a graph before each call of nn.RNN, nn.GRU or nn.LSTM with packed sequences.
 
@@ -786,7 +815,8 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     known = {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
     shape_config: Any = _config
     apart = shape_config.patch(use_duck_shape=False)
-    with dynamo_config.patch(known), apart, _remainders_refused(), silent("torch._subclasses.fake_tensor", METRICS):
+    quiet = silent("torch._subclasses.fake_tensor", METRICS)
+    with dynamo_config.patch(known), apart, _remainders_refused(), own_generators_left_to_python(), quiet:
         yield
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import random
+
 import pytest
 import torch
+from torch import nn
 from torch._subclasses import FakeTensorMode
 
+import fxremat
 from benchmarks.meter import peak_bytes
 from fxremat.ops.random import GeneratorStates, draw_again, draw_saving, generator_of
 
@@ -78,3 +83,32 @@ def test_the_generator_is_that_of_the_device_that_draws(monkeypatch: pytest.Monk
     assert generator_of(((2, 3),), {"device": torch.device("cuda", 0)}) == "first"
     assert generator_of((here,), {"device": torch.device("cuda")}) == "second"
     assert generator_of((there,), {"device": torch.device("cpu")}) is torch.default_generator
+
+
+class Choosing(nn.Module):
+    """Draws from a generator of Python's that it has itself, which dynamo would repeat at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.own = random.Random(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        if self.own.random() < 0.5:
+            y = y.relu()
+        return self.second(y).square().mean() * self.own.uniform(1, 2)
+
+
+def test_generators_of_the_model_go_on_from_call_to_call() -> None:
+    model = Choosing()
+    plain = copy.deepcopy(model)
+    ours = fxremat.compile(model, mem="100%", search=fxremat.Search(seconds=0.0, progress=False))
+    for _ in range(6):
+        x = torch.randn(4, 8)
+        mine, its = ours(x), plain(x)
+        mine.backward()
+        its.backward()
+        assert torch.equal(mine, its)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert model.own.getstate() == plain.own.getstate()
