@@ -506,7 +506,7 @@ def test_a_failure_after_tracing_says_what_failed(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("fxremat.runtime.dynamo.read_joint", broken)
     with pytest.raises(fxremat.CaptureError) as error:
-        fxremat.compile(Stack(), mem="100%", **QUICK)(rows())
+        fxremat.compile(Stack(), mem="100%", fullgraph=True, **QUICK)(rows())
     _assert_one_line(error.value, "no such op")
     assert isinstance(error.value.__cause__, NotImplementedError)
 

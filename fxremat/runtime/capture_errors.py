@@ -49,7 +49,7 @@ ADVICE = (
 """Patterns for the source line come before patterns for the reason that tracing gives."""
 
 
-OF_ARGUMENTS = r"bind arguments|device mismatch|when making fake tensor call"
+OF_ARGUMENTS = r"bind arguments|device mismatch|when making fake tensor call|Observed exception"
 """A pattern that matches dynamo's reasons to stop at an op or a call that may reject its arguments."""
 
 

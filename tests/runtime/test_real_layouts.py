@@ -165,4 +165,4 @@ def test_what_cannot_be_traced_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
     without_rules(monkeypatch)
     monkeypatch.setattr(rules, "_strides_of", lambda *_: None)
     with pytest.raises(fxremat.CaptureError, match="the results of aten"):
-        fxremat.compile(Between(F.elu), mem="100%", search=Search(seconds=0))(torch.randn(3, 7, 16))
+        fxremat.compile(Between(F.elu), mem="100%", fullgraph=True, search=Search(seconds=0))(torch.randn(3, 7, 16))
