@@ -142,7 +142,8 @@ def test_only_two_regions_are_torchs() -> None:
 
 
 @pytest.mark.usefixtures("others_are_slow")
-@pytest.mark.parametrize("percent", [pytest.param(100, marks=pytest.mark.long), 90])
+@pytest.mark.long
+@pytest.mark.parametrize("percent", [100, 90])
 def test_the_plan_takes_what_torch_compile_runs_where_it_fits(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WholeGraphs, "_faster", lambda *_: None)  # those of torch's partitioner only
     given = (torch.randn(512, 32),)
@@ -177,6 +178,7 @@ def test_unless_told_otherwise_phases_are_compiled_whole_on_a_cpu_where_that_may
 
 
 @pytest.mark.usefixtures("others_are_slow")
+@pytest.mark.long
 def test_a_share_that_cannot_fit_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[float] = []
     as_it_is = WholeGraphs.by_torch
