@@ -130,15 +130,12 @@ NUMBERS = itertools.count()
 class Leaving(nn.Module):
     """Leaves traces outside of itself, and is more than one graph."""
 
-    calls = 0
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.numbers: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        type(self).calls += 1
         self.numbers.append(next(NUMBERS))
         y = self.linear(x)
         SEEN.append(y)
@@ -153,7 +150,7 @@ def test_traces_that_a_forward_leaves_elsewhere_are_those_of_the_calls_alone() -
         loss = compiled(rows())
         loss.backward()
     assert type(loss) is Tensor
-    assert (Leaving.calls, model.numbers, len(SEEN)) == (3, [0, 1, 2], 3)
+    assert (model.numbers, len(SEEN)) == ([0, 1, 2], 3)
     assert {type(each) for each in SEEN} == {Tensor}
 
 
