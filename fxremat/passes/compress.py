@@ -424,6 +424,8 @@ def _size(node: fx.Node, place: int | str) -> int:
 
 def _is_dense(shown: torch.Tensor) -> bool:
     """Tell whether a tensor lies in memory without gaps or overlaps, in any order of its dimensions."""
+    if shown.is_contiguous():
+        return True
     step = 1
     for dimension in reversed(memory_order(shown)):
         size = int(shown.shape[dimension])
