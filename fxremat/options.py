@@ -498,14 +498,14 @@ class Options:
 
 
     def _check_compress(self) -> None:
-        if self.compress not in (None, False, *COMPRESSED):
+        if self.compress is not None and self.compress is not False and self.compress not in COMPRESSED:
             raise FxrematError(
                 f"compress is {shortened(self.compress)}; it is None, False, or one of {', '.join(COMPRESSED)}"
             )
         if not self.compress:
             return
-        if self.exact:
-            raise FxrematError(f"compress={self.compress!r} rounds gradients, which exact=True forbids")
+        if self.exact is not None:
+            raise FxrematError(f"compress={self.compress!r} is a means that the user names; leave exact out")
         others = {
             "a saved plan": self.plan is not None,
             "slices": self.slicing,

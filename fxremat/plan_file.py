@@ -67,6 +67,7 @@ class PlanData:
     weights: WeightBudget | None
     environment: Mapping[str, Any]
     means: tuple[Means, ...] = ()
+    more_ways: bool = False
 
     @property
     def graph(self) -> StepGraph:

@@ -2,8 +2,8 @@
 
     a bool tensor                       its bits                                      dropout masks, conditions
     indices                             as int8, int16, int32                         max_pool, topk, sort, max
-    a number of which only the sign     that bit                                      ReLU, ReLU6, leaky ReLU
-    or range is read
+    a number of which only the sign     that bit                                      ReLU, leaky ReLU
+    is read
     a tensor of which only the shape    nothing                                       the input of a max_pool
     is read
     a tensor of numbers                 int8 or float8, with one scale for each row   what products, convolutions and
@@ -32,11 +32,12 @@ from fxremat.graphs.overwriting import PLACE
 from fxremat.ops.compressed import row_length
 from fxremat.passes.in_place import forget_overwriting, note_overwriting
 from fxremat.step.step_graph import Origin
-from fxremat.torch_private import memory_order
+from fxremat.torch_private import memory_order, real_tensors
 
 aten, ours = torch.ops.aten, torch.ops.fxremat
 
 LEAST_BYTES = 1 << 8  # smaller tensors stay as they are
+SCALE_BYTES = 4  # of the scale of a row
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 # op of the backward -> index of an argument of which it reads shape and strides only
@@ -203,25 +204,27 @@ class _Rounded(_Way):
     def __init__(self, shown: torch.Tensor, dtype: torch.dtype) -> None:
         self.layout, self.dtype = (list(shown.shape), memory_order(shown)), dtype
         rows = shown.numel() // max(1, row_length(*self.layout))
-        self.bytes = shown.numel() + rows * shown.element_size()
+        self.shown_dtype = shown.dtype
+        self.bytes = shown.numel() + rows * SCALE_BYTES
 
     def stored(self, write: _Writer, shown: fx.Node) -> tuple[fx.Node, fx.Node]:
         both = write(ours.round_rows.default, shown, self.layout[1], self.dtype)
         return write(operator.getitem, both, 0), write(operator.getitem, both, 1)
 
     def back(self, write: _Writer, stored: Any) -> fx.Node:
-        return write(ours.scale_rows.default, *stored, *self.layout)
+        return write(ours.scale_rows.default, *stored, *self.layout, self.shown_dtype)
 
 
 @dataclass(frozen=True)
 class _Predicate:
     """What an op of the backward asks of each element of a tensor: for NaN too, its answer is that of the op.
 
-    The op gets 1 for an element of which this is true, and 0 for another, and limits that tell these apart.
+    The op gets 1 for an element of which this is true, and 0 for another, and a limit that tells these apart. Not so
+    hardtanh and ReLU6: on a CPU, what they do with NaN depends on where it lies in memory.
     """
 
     target: Any
-    limits: tuple[float, ...] = ()
+    limit: float = 0.0
 
     @classmethod
     def of_reader(cls, op: fx.Node, place: int) -> _Predicate | None:
@@ -229,29 +232,22 @@ class _Predicate:
         if place != 1 or op.kwargs:
             return None
         if op.target is aten.threshold_backward.default:
-            return cls(op.target, (cast(float, op.args[2]),))
-        if op.target is aten.hardtanh_backward.default:
-            return cls(op.target, cast(tuple[float, float], op.args[2:4]))
+            limit = cast(float, op.args[2])
+            with real_tensors():  # kernels compare in float32, and `le` in the tensor's dtype
+                exact = torch.tensor(limit, dtype=_shown(op.args[1]).dtype).item() == limit
+            return cls(op.target, limit) if exact else None
         return cls(op.target) if op.target is aten.leaky_relu_backward.default else None
 
     def of(self, write: _Writer, x: fx.Node) -> fx.Node:
         """Write the predicate of a tensor."""
         if self.target is aten.leaky_relu_backward.default:
             return write(aten.gt.Scalar, x, 0)
-        if self.target is aten.threshold_backward.default:
-            return write(aten.bitwise_not.default, write(aten.le.Scalar, x, self.limits[0]))
-        low, high = self.limits
-        if _shown(x).device.type == "cpu":  # whose kernel asks what is within, which NaN is not
-            within = write(aten.bitwise_and.Tensor, write(aten.gt.Scalar, x, low), write(aten.lt.Scalar, x, high))
-            return write(aten.bitwise_not.default, within)
-        return write(aten.bitwise_or.Tensor, write(aten.le.Scalar, x, low), write(aten.ge.Scalar, x, high))
+        return write(aten.bitwise_not.default, write(aten.le.Scalar, x, self.limit))
 
     def read_by(self, op: fx.Node) -> None:
-        """Set the limits of an op so that it tells 1 from 0."""
+        """Set the limit of an op so that it tells 1 from 0."""
         if self.target is aten.threshold_backward.default:
             op.args = (*op.args[:2], 0.5)
-        elif self.target is aten.hardtanh_backward.default:
-            op.args = (*op.args[:2], -0.5, 0.5)
 
 
 class _Reads:
@@ -310,9 +306,15 @@ class _Reads:
         if read is not self.joint.shown[value] or list(op.args).count(read) != 1 or len(op.all_input_nodes) < 2:
             return None
         place = list(op.args).index(read)
-        if SHAPE_ONLY.get(op.target) == place and self.shown(value).is_contiguous():
+        if SHAPE_ONLY.get(op.target) == place and self.shown(value).is_contiguous() and self._plain_inputs:
             return _Shape
         return _Predicate.of_reader(op, place)
+
+    @cached_property
+    def _plain_inputs(self) -> bool:
+        """True if all parameters and inputs are contiguous: then fake results do not hide another order of memory."""
+        shown = [node.meta.get("val") for node in self.joint.primals]
+        return all(each.is_contiguous() for each in shown if isinstance(each, torch.Tensor) and each.dim() > 2)
 
     def _bound(self, value: int) -> int | None:
         """Return the largest index that a value contains; None if it does not contain indices."""
@@ -394,17 +396,19 @@ class _Rewriter:
             as_read = way.for_reader(op)
             back = as_read.back(write, stored)
             for read in (read for other, read in readers if other is op):
-                old = self.copies[read]
-                reader.replace_input_with(old, self._seen_as(write, old, shown, back))
+                seen = self._seen_as(write, read, self.joint.shown[value], back)
+                reader.replace_input_with(self.copies[read], seen)
             as_read.read_by(reader)
 
     def _seen_as(self, write: _Writer, view: fx.Node, shown: fx.Node, back: fx.Node) -> fx.Node:
-        """Return the same view of the tensor that was brought back as `view` is of the one that was there."""
+        """Write the same view of the tensor that was brought back as `view`, a node of the original, is of `shown`."""
         if view is shown:
             return back
-        (below,) = (parent for parent in view.all_input_nodes if isinstance(parent.meta.get("val"), torch.Tensor))
+        value = self.joint.value_of[view]
+        (below,) = (parent for parent in view.all_input_nodes if self.joint.value_of.get(parent) == value)
         base = self._seen_as(write, below, shown, back)
-        args, kwargs = fx.node.map_arg((view.args, view.kwargs), lambda parent: base if parent is below else parent)
+        others = {parent: self.copies[parent] for parent in view.all_input_nodes} | {below: base}
+        args, kwargs = fx.node.map_arg((view.args, view.kwargs), others.__getitem__)
         return write(view.target, *args, **kwargs)
 
 

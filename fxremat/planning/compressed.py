@@ -1,7 +1,7 @@
 """Planning a step that stores what the backward reads in fewer bytes: see `passes.compress`.
 
     masks       bool tensors, indices, and tensors of which only the shape is read
-    signs       these, and tensors of which only the sign or range is read
+    signs       these, and tensors of which only the sign is read
     rounded     these, and tensors of numbers as int8 or fp8, if the user allows that: first what takes longest to
                 recompute for its bytes, then more, then all
 

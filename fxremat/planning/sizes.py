@@ -68,7 +68,7 @@ class PlansOfSizes:
         options: Options,
     ) -> None:
         self.symbolic = graph.as_captured(joint)
-        self._graph, self._options = graph, options
+        self._graph, self._options = graph, replace(options, compress=False)  # values are packed at fixed sizes
         self._dimensions, self._limits = tuple(dimensions), tuple(limits)
         self._shapes = shapes
         self._range: Range | None = None
@@ -129,7 +129,10 @@ class PlansOfSizes:
             mem: the budget; None: the budget of these plans.
         """
         others = copy.copy(self)
-        others._options, others._known = changed_options(self._options, mem=mem, **changed), ()
+        if changed.get("compress"):
+            raise FxrematError(f"compress={changed['compress']!r} needs inputs of fixed sizes, and these may change")
+        options = changed_options(self._options, mem=mem, **changed)
+        others._options, others._known = replace(options, compress=False), ()
         return others.plan(dims, keep=bool(changed))
 
     def described(self, dims: Dims) -> str:

@@ -57,6 +57,13 @@ def _suggested(place: int) -> Rule:
     return rule
 
 
+def _unpooled(x: Tensor, indices: Tensor, size: Sequence[Any], **_: Any) -> Sequence[Any]:
+    """Return the strides of a result of `size`, which is channels_last if the input is."""
+    shape = (*x.shape[:-2], *size)
+    last = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    return _compact(shape, (0, 2, 3, 1) if last else range(len(shape)))
+
+
 def _compact(shape: Sequence[Any], order: Iterable[int]) -> list[Any]:
     """Return strides without gaps for a tensor whose dimensions are stored in this order, the outermost first."""
     strides: list[Any] = [1] * len(shape)
@@ -89,6 +96,7 @@ CPU: Mapping[Any, Rule] = {
     aten.native_layer_norm_backward.default: _contiguous(1),
     aten.native_group_norm.default: _suggested(0),
     aten.native_group_norm_backward.default: _suggested(1),
+    aten.max_unpool2d.default: _unpooled,
 }
 CPU_BATCH_NORM: Mapping[Any, Rule] = {
     aten.native_batch_norm.default: _suggested(0),

@@ -47,7 +47,7 @@ class Perceptrons(nn.Module):
 
 
 class Images(nn.Module):
-    """Channels mixed and weighted apart, with ReLU6 and maximum pools: little is read but signs and indices."""
+    """Channels weighted apart, with ReLU, dropout and maximum pools: little is read but signs, masks and indices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Images(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for index, scale in enumerate(self.scales):
-            x = nn.functional.relu6(x + scale)
+            x = nn.functional.dropout(nn.functional.relu(x + scale), 0.1)
             x = nn.functional.max_pool2d(x, 2) if index % 4 == 3 else x
         return self.last(x.flatten(1)).square().mean()
 
@@ -180,6 +180,16 @@ def test_a_saved_plan_stores_the_same(tmp_path: Path) -> None:
     assert_bits(fxremat.compile(model, plan=tmp_path / "plan.json"), plain, x)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("mem", ["45%", "min"])
+def test_sizes_that_change_are_planned_without(mem: str, dynamic: bool | None) -> None:
+    model = made("perceptrons")
+    plain = copy.deepcopy(model)
+    ours = fxremat.compile(model, mem=mem if dynamic is None else "70%", dynamic=dynamic, search=QUICK)
+    for size in (16, 12, 16, 8):
+        assert_bits(ours, plain, batch()[:size], steps=1)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_rounded_values_take_less_time_at_a_small_budget_and_keep_gradients_near(dtype: str) -> None:
     step = rough("perceptrons")
@@ -205,7 +215,9 @@ def test_rounded_values_take_less_time_at_a_small_budget_and_keep_gradients_near
     ("options", "words"),
     [
         ({"compress": "int4"}, "compress is 'int4'; it is None, False, or one of int8, fp8"),
-        ({"compress": "int8", "exact": True}, "rounds gradients, which exact=True forbids"),
+        ({"compress": "int8", "exact": True}, "is a means that the user names; leave exact out"),
+        ({"compress": "int8", "exact": False, "mem": "min"}, "is a means that the user names; leave exact out"),
+        ({"compress": 0}, "compress is 0; it is None, False, or one of int8, fp8"),
         ({"compress": "int8", "backend": "inductor"}, 'does not go with backend="inductor"'),
         ({"compress": "int8", "slices": True}, "does not go with slices"),
         ({"compress": "int8", "offload": Offload(weights=True), "optimizer": SGD}, "does not go with weights on the h"),
@@ -213,7 +225,7 @@ def test_rounded_values_take_less_time_at_a_small_budget_and_keep_gradients_near
 )
 def test_what_does_not_go_together_is_refused_by_name(options: dict[str, Any], words: str) -> None:
     with pytest.raises(fxremat.FxrematError, match=words):
-        fxremat.compile(made("perceptrons"), mem="60%", **options)
+        fxremat.compile(made("perceptrons"), **{"mem": "60%", **options})
 
 
 def test_a_model_of_several_graphs_is_not_rounded() -> None:
