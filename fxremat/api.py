@@ -69,6 +69,9 @@ def compile(  # users know the name from torch.compile
             method      the method that training calls, if it is not `forward`
             fullgraph   True: raise if the model is not one graph. False: docs/graphs.md
             count       "reserved": `mem` limits what the allocator reserves: docs/gpu.md
+            compress    "int8" or "fp8" also rounds what the backward reads; False packs nothing: docs/compression.md
+            never_again forward ops that are never recomputed, as patterns of module names or functions of nodes
+            keep        ops that are never recomputed, and whose results are never offloaded
 
     Returns:
         an instance of the model's class that shares the model's state; `.plan` is the plan (None before planning).

@@ -200,6 +200,10 @@ class Options:
         self._set("loss_outside", self.loss if isinstance(self.loss, Loss) else _of_size(self.loss))
         self._set("device", _device(self.costs))
         self._set("ranges", _ranges(self.dynamic))
+        if not isinstance(self.method, str):
+            raise FxrematError(f'method is {shortened(self.method)}; it is the name of one, such as "training_step"')
+        if not isinstance(self.fullgraph, bool):
+            raise FxrematError(f"fullgraph is {shortened(self.fullgraph)}; it is True or False")
         if not isinstance(self.search, Search):
             raise FxrematError(f"search is {shortened(self.search)}; it is a Search, such as Search(seconds=60)")
         check_wishes("never_again", _several(self.never_again))

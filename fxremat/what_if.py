@@ -141,6 +141,8 @@ def compared(devices: Devices, mem: int | str, plan_for: Callable[..., Plan], se
 
     Raises `FxrematError` if `devices` is empty, and the errors of planning.
     """
+    if isinstance(devices, str):
+        raise FxrematError(f"devices is {devices!r}; it is a list of names or Devices, such as [{devices!r}]")
     known = [Device.named(device) for device in devices]
     if not known:
         raise FxrematError('devices is empty; name devices to compare, such as ["A100", "H200"]')

@@ -10,6 +10,7 @@ which is 85.5 * 10^9 bytes.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -51,6 +52,15 @@ class Device:
     # None: never
     cudnn_attention: int | None = None
     source: str = ""  # data sheet or web page that states these numbers
+
+    def __post_init__(self) -> None:
+        """Raise `FxrematError` for a rate that is no positive number."""
+        for name in ("flops", "half_flops", "bandwidth", "link", "network", "tf32_flops", "bf16_flops", "memory"):
+            rate = getattr(self, name)
+            if rate is None and name not in ("flops", "half_flops", "bandwidth", "link"):
+                continue
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
+                raise FxrematError(f"{name} of the device {self.name} is {rate!r}; it is a positive number")
 
     def __str__(self) -> str:
         return self.name

@@ -310,7 +310,8 @@ def whatever_is(plan: PlannedStep) -> str:
 
 
 def _least(plan: PlannedStep, exact: bool) -> str:
-    least = format_bytes(plan.minimum) + (f" ({plan.minimum} bytes)" if exact else "")
+    or_less = " or less" if plan.more_ways and plan.step is None else ""
+    least = format_bytes(plan.minimum) + (f" ({plan.minimum} bytes)" if exact else "") + or_less
     smallest = plan.alternatives.candidates[-1]
     if plan.weights or plan.minimum < plan.alternatives.minimum or smallest.layout.graph is not plan.graph:
         return least
