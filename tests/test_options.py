@@ -220,9 +220,9 @@ def test_a_misspelt_option_is_a_type_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Device("x", flops=-1, half_flops=1e12, bandwidth=1e9), "flops of the device x is -1"),
-        (lambda: Device("x", flops=1e12, half_flops=math.nan, bandwidth=1e9), "half_flops of the device x is nan"),
-        (lambda: Device("x", flops=1e12, half_flops=1e12, bandwidth="x"), "bandwidth of the device x is 'x'"),
+        (lambda: Device(name="x", flops=-1, half_flops=1e12, bandwidth=1e9), "flops of the device x is -1"),
+        (lambda: Device(name="x", flops=1e12, half_flops=math.nan, bandwidth=1e9), "half_flops of the device x is nan"),
+        (lambda: Device(name="x", flops=1e12, half_flops=1e12, bandwidth="x"), "bandwidth of the device x is 'x'"),
         (lambda: options_of(mem="60%", method=3), "method is 3; it is the name of one"),
         (lambda: options_of(mem="60%", fullgraph="x"), "fullgraph is 'x'; it is True or False"),
         (lambda: compare(nn.Linear(2, 2), (torch.ones(2, 2),), "H100", mem="60%"), "it is a list of names"),
