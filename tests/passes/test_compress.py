@@ -15,8 +15,10 @@ from torch.nn import functional as F
 import fxremat
 from fxremat.graphs.captured import Captured
 from fxremat.ops.compressed import packed_by_words, row_length, unpacked_by_words
+from fxremat.passes import compress
 from fxremat.passes.compress import Compression, packable, roundable
 from fxremat.torch_private import memory_order
+from tests.dags import Dag, Recipe, batch, few, recipes
 
 SHAPE = (4, 8, 16, 16)
 SPECIAL = (0.0, -0.0, 1.0, 6.0, -1.0, 0.5, float("nan"), float("inf"), -float("inf"))
@@ -218,3 +220,53 @@ def test_an_equal_graph_gets_an_equal_rewrite() -> None:
     assert packable(one) == packable(other)
     compression = Compression(packed=tuple(packable(one)), rounded=tuple(roundable(one, "fp8")), dtype="fp8")
     assert compression.of(one).digest == compression.of(other).digest
+
+
+def given_to(graph: Captured) -> list[Any]:
+    """Numbers for the inputs of a graph, gradients of its outputs included."""
+    torch.manual_seed(2)
+    shown = [node.meta["val"] for node in graph.module.graph.nodes if node.op == "placeholder"]
+    return [
+        torch.randn(each.shape, dtype=each.dtype) if each.is_floating_point() else torch.randint(2, each.shape)
+        for each in shown
+    ]
+
+
+def check_random(recipe: Recipe) -> None:
+    torch._dynamo.reset()
+    model = Dag(recipe).train()
+    graph = fxremat.capture(model, batch(), mem="100%", costs="estimate", search=fxremat.Search(seconds=0)).graph
+    saved = packable(graph)
+    packed = Compression(packed=tuple(saved)).of(graph)
+    rounded = Compression(packed=tuple(saved), rounded=tuple(roundable(graph, "int8"))).of(graph)
+    found = []
+    for each in (graph, packed, rounded):
+        inputs = given_to(each)
+        torch.manual_seed(3)
+        run = torch.fx.Interpreter(each.module, graph=each.module.graph)
+        found.append([*run.run(*inputs, enable_io_processing=False), torch.get_rng_state()])
+    assert all(map(equal, *found[:2]))
+    strides = [[one.stride() for one in each if isinstance(one, Tensor)] for each in found]
+    assert strides[0] == strides[1] == strides[2]
+    kept = len(graph.forward_outputs)
+    assert all(map(equal, found[0][:kept], found[2][:kept]))  # only the backward reads what is rounded
+
+
+@pytest.fixture
+def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compress, "LEAST_BYTES", 1)
+
+
+@pytest.mark.usefixtures("all_sizes")
+@few(6)
+@given(recipes)
+def test_random_models_have_the_same_gradients(recipe: Recipe) -> None:
+    check_random(recipe)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("all_sizes")
+@few(300)
+@given(recipes)
+def test_many_random_models_have_the_same_gradients(recipe: Recipe) -> None:
+    check_random(recipe)
