@@ -10,7 +10,6 @@ which is 85.5 * 10^9 bytes.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -59,7 +58,7 @@ class Device:
             rate = getattr(self, name)
             if rate is None and name not in ("flops", "half_flops", "bandwidth", "link"):
                 continue
-            if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
                 raise FxrematError(f"{name} of the device {self.name} is {rate!r}; it is a positive number")
 
     def __str__(self) -> str:
