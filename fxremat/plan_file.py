@@ -63,10 +63,10 @@ class PlanData:
     link: Link | None
     slices: tuple[SlicedRegion, ...]
     slicing: Slicing | None
-    compression: Compression | None
     weights: WeightBudget | None
     environment: Mapping[str, Any]
     means: tuple[Means, ...] = ()
+    compression: Compression | None = None
     more_ways: bool = False
 
     @property
