@@ -180,6 +180,14 @@ def test_a_saved_plan_stores_the_same(tmp_path: Path) -> None:
     assert_bits(fxremat.compile(model, plan=tmp_path / "plan.json"), plain, x)
 
 
+def test_a_saved_plan_says_that_less_may_do_where_packing_was_not_tried(tmp_path: Path) -> None:
+    plan = rough("perceptrons").plan("100%")
+    plan.save(tmp_path / "plan.json")
+    read = fxremat.Plan.load(tmp_path / "plan.json")
+    assert plan.minimum < read.minimum
+    assert f"({read.minimum} bytes) or less" in " ".join(str(read).split())
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("mem", ["45%", "min"])
 def test_sizes_that_change_are_planned_without(mem: str, dynamic: bool | None) -> None:
