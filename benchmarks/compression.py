@@ -1,4 +1,4 @@
-"""What storing in fewer bytes gives: time at equal memory without loss, and the loss curves of rounded numbers.
+"""Measure what storing in fewer bytes gives: time at equal memory, and the loss curves of rounded numbers.
 
     python -m benchmarks.compression        writes benchmarks/results/compression.json, prints tables
 

@@ -36,7 +36,7 @@ def pack_bits(mask: Tensor, order: Sequence[int]) -> Tensor:
     Where the tensor lies in another order than its fake, the result remembers that order.
     """
     real = tuple(order)
-    if not _lies_in(mask, real):
+    if not lies_in(mask, real):
         real = tuple(memory_order(mask))
     flat = _in_memory_order(mask, real)
     packed = _packed_by_numpy(flat) if flat.device.type == "cpu" else packed_by_words(flat)
@@ -168,7 +168,7 @@ def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> dict[int, int]:
     return strides
 
 
-def _lies_in(tensor: Tensor, order: tuple[int, ...]) -> bool:
+def lies_in(tensor: Tensor, order: tuple[int, ...]) -> bool:
     """Tell whether a tensor lies in memory in this order of its dimensions, without gaps."""
     strides = tensor.stride()
     return all(strides[place] == stride for place, stride in _strides(tuple(tensor.shape), order).items())

@@ -28,11 +28,11 @@ from torch import fx
 
 from fxremat.graphs.captured import Captured, read_joint, with_updates_inside
 from fxremat.graphs.nodes import storage_bytes
-from fxremat.graphs.overwriting import PLACE
-from fxremat.ops.compressed import row_length
+from fxremat.ops.compressed import lies_in, row_length
 from fxremat.passes.in_place import forget_overwriting, note_overwriting
+from fxremat.passes.insert import Before
 from fxremat.step.step_graph import Origin
-from fxremat.torch_private import memory_order, real_tensors
+from fxremat.torch_private import copied, memory_order, real_tensors
 
 aten, ours = torch.ops.aten, torch.ops.fxremat
 
@@ -127,15 +127,15 @@ def roundable(joint: Captured, dtype: str) -> dict[int, int]:
 
 
 class _Way:
-    """How a tensor is stored: bytes, the nodes that store it, and those that bring it back."""
+    """A way to store a tensor: its bytes, the nodes that store it, and those that bring it back."""
 
     bytes: int = 0
 
-    def stored(self, write: _Writer, shown: fx.Node) -> Any:
+    def stored(self, write: Before, shown: fx.Node) -> Any:
         """Write what stores the tensor, and return it."""
         raise NotImplementedError
 
-    def back(self, write: _Writer, stored: Any) -> fx.Node:
+    def back(self, write: Before, stored: Any) -> fx.Node:
         """Write what brings the tensor back before an op of the backward, and return it."""
         raise NotImplementedError
 
@@ -155,11 +155,11 @@ class _Bits(_Way):
         self.dtype, self.predicate = shown.dtype, predicate
         self.bytes = -(-shown.numel() // 8)
 
-    def stored(self, write: _Writer, shown: fx.Node) -> fx.Node:
+    def stored(self, write: Before, shown: fx.Node) -> fx.Node:
         mask = self.predicate.of(write, shown) if self.predicate else shown
         return write(ours.pack_bits.default, mask, self.layout[1])
 
-    def back(self, write: _Writer, stored: Any) -> fx.Node:
+    def back(self, write: Before, stored: Any) -> fx.Node:
         return write(ours.unpack_bits.default, stored, *self.layout, self.dtype)
 
     def for_reader(self, op: fx.Node) -> _Way:
@@ -178,10 +178,10 @@ class _Narrow(_Way):
         self.dtype, self.narrow = shown.dtype, next(fitting, shown.dtype)
         self.bytes = shown.numel() * self.narrow.itemsize
 
-    def stored(self, write: _Writer, shown: fx.Node) -> fx.Node:
+    def stored(self, write: Before, shown: fx.Node) -> fx.Node:
         return write(aten._to_copy.default, shown, dtype=self.narrow)
 
-    def back(self, write: _Writer, stored: Any) -> fx.Node:
+    def back(self, write: Before, stored: Any) -> fx.Node:
         return write(aten._to_copy.default, stored, dtype=self.dtype)
 
 
@@ -191,10 +191,10 @@ class _Shape(_Way):
     def __init__(self, shown: torch.Tensor) -> None:
         self.shape, self.options = list(shown.shape), {"dtype": shown.dtype, "device": shown.device}
 
-    def stored(self, write: _Writer, shown: fx.Node) -> None:
+    def stored(self, write: Before, shown: fx.Node) -> None:
         return None
 
-    def back(self, write: _Writer, stored: Any) -> fx.Node:
+    def back(self, write: Before, stored: Any) -> fx.Node:
         return write(aten.expand.default, write(aten.full.default, [], 0, **self.options), self.shape)
 
 
@@ -207,17 +207,17 @@ class _Rounded(_Way):
         self.shown_dtype = shown.dtype
         self.bytes = shown.numel() + rows * SCALE_BYTES
 
-    def stored(self, write: _Writer, shown: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def stored(self, write: Before, shown: fx.Node) -> tuple[fx.Node, fx.Node]:
         both = write(ours.round_rows.default, shown, self.layout[1], self.dtype)
         return write(operator.getitem, both, 0), write(operator.getitem, both, 1)
 
-    def back(self, write: _Writer, stored: Any) -> fx.Node:
+    def back(self, write: Before, stored: Any) -> fx.Node:
         return write(ours.scale_rows.default, *stored, *self.layout, self.shown_dtype)
 
 
 @dataclass(frozen=True)
 class _Predicate:
-    """What an op of the backward asks of each element of a tensor: for NaN too, its answer is that of the op.
+    """A predicate that an op of the backward asks of each element of a tensor; its answer for NaN is the op's.
 
     The op gets 1 for an element of which this is true, and 0 for another, and a limit that tells these apart. Not so
     hardtanh and ReLU6: on a CPU, what they do with NaN depends on where it lies in memory.
@@ -238,7 +238,7 @@ class _Predicate:
             return cls(op.target, limit) if exact else None
         return cls(op.target) if op.target is aten.leaky_relu_backward.default else None
 
-    def of(self, write: _Writer, x: fx.Node) -> fx.Node:
+    def of(self, write: Before, x: fx.Node) -> fx.Node:
         """Write the predicate of a tensor."""
         if self.target is aten.leaky_relu_backward.default:
             return write(aten.gt.Scalar, x, 0)
@@ -278,7 +278,7 @@ class _Reads:
             and shown.layout is torch.strided
             and all(isinstance(size, int) for size in shown.shape)
             and storage_bytes(shown) >= LEAST_BYTES
-            and _is_dense(shown)
+            and (shown.is_contiguous() or lies_in(shown, tuple(memory_order(shown))))
         )
 
     def shown(self, value: int) -> torch.Tensor:
@@ -343,56 +343,35 @@ class _Reads:
         )
 
 
-class _Writer:
-    """Inserts calls, with their fake values, before a node of a graph."""
-
-    def __init__(self, before: fx.Node, like: fx.Node, **tags: str) -> None:
-        self.before, self.tags = before, tags
-        self.meta = {key: known for key, known in like.meta.items() if key not in (PLACE, "desc", "partitioner_tag")}
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self.before.graph.inserting_before(self.before):
-            made = self.before.graph.call_function(target, args, kwargs)
-        shown, options = fx.node.map_arg((args, kwargs), lambda parent: parent.meta["val"])
-        modes = [each.fake_mode for each in torch.utils._pytree.tree_leaves(shown) if hasattr(each, "fake_mode")]
-        mode = modes[0] if modes else self.meta["val"].fake_mode
-        with mode:
-            made.meta = {**self.meta, **self.tags, "val": target(*shown, **options)}
-        return made
-
-
 class _Rewriter:
     def __init__(self, joint: Captured, compression: Compression) -> None:
-        self.joint, self.compression = joint, compression
-        self.graph, self.copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in joint.module.graph.nodes:
-            self.copies[node] = self.graph.node_copy(node, self.copies.__getitem__)
-            self.copies[node].meta = dict(node.meta)
+        self.joint, self.compression, self.reads = joint, compression, _Reads(joint)
+        self.graph = copied(joint.module.graph)
+        self.copies = dict(zip(joint.module.graph.nodes, self.graph.nodes, strict=True))
 
-    @cached_property
     def _ways(self) -> dict[int, _Way]:
-        reads, dtype = _Reads(self.joint), DTYPES[self.compression.dtype]
-        found = {value: reads.way(value) for value in self.compression.packed}
-        rounded = {value: _Rounded(reads.shown(value), dtype) for value in self.compression.rounded}
+        found = {value: self.reads.way(value) for value in self.compression.packed}
+        dtype = DTYPES[self.compression.dtype]
+        rounded = {value: _Rounded(self.reads.shown(value), dtype) for value in self.compression.rounded}
         return {value: way for value, way in {**found, **rounded}.items() if way is not None}
 
     def run(self) -> Captured:
         forget_overwriting(self.graph)
-        readers = _Reads(self.joint).readers
-        for value, way in self._ways.items():
-            self._compress(value, way, readers[value])
+        for value, way in self._ways().items():
+            self._compress(value, way)
         note_overwriting(self.graph)
         self.graph.eliminate_dead_code()
         self.graph.lint()
         found = read_joint(fx.GraphModule(self.joint.module, self.graph), len(self.joint.forward_outputs))
         return with_updates_inside(found, set(self.joint.updates_of)) if self.joint.updates_of else found
 
-    def _compress(self, value: int, way: _Way, readers: list[tuple[fx.Node, fx.Node]]) -> None:
-        shown = self.copies[self.joint.shown[value]]
-        stored = way.stored(_Writer(shown.next, shown), shown)
+    def _compress(self, value: int, way: _Way) -> None:
+        shown, readers = self.copies[self.joint.shown[value]], self.reads.readers[value]
+        mode = shown.meta["val"].fake_mode
+        stored = way.stored(Before(shown.next, mode, like=shown), shown)
         for op in dict.fromkeys(op for op, _ in readers):
             reader = self.copies[op]
-            write = _Writer(reader, reader, partitioner_tag="is_backward")
+            write = Before(reader, mode, partitioner_tag="is_backward")
             as_read = way.for_reader(op)
             back = as_read.back(write, stored)
             for read in (read for other, read in readers if other is op):
@@ -400,7 +379,7 @@ class _Rewriter:
                 reader.replace_input_with(self.copies[read], seen)
             as_read.read_by(reader)
 
-    def _seen_as(self, write: _Writer, view: fx.Node, shown: fx.Node, back: fx.Node) -> fx.Node:
+    def _seen_as(self, write: Before, view: fx.Node, shown: fx.Node, back: fx.Node) -> fx.Node:
         """Write the same view of the tensor that was brought back as `view`, a node of the original, is of `shown`."""
         if view is shown:
             return back
@@ -424,16 +403,3 @@ def _size(node: fx.Node, place: int | str) -> int:
         dimension = cast(int, node.args[place]) if len(node.args) > place else -1
     shape = _shown(node.args[0]).shape
     return int(shape[dimension]) if shape else 1
-
-
-def _is_dense(shown: torch.Tensor) -> bool:
-    """Tell whether a tensor lies in memory without gaps or overlaps, in any order of its dimensions."""
-    if shown.is_contiguous():
-        return True
-    step = 1
-    for dimension in reversed(memory_order(shown)):
-        size = int(shown.shape[dimension])
-        if size > 1 and int(shown.stride(dimension)) != step:
-            return False
-        step *= size
-    return True

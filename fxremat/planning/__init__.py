@@ -1,8 +1,9 @@
 """Planning: `plan` turns a captured training step into the plan that runs it inside a memory budget.
 
     limit       the budget in bytes, or as a percentage of the peak of a step that recomputes nothing ("keep-all")
-    variants    the step as captured, and rewritten so that its largest ops run on slices of the batch or sequence; each
-                with the costs of its ops and the Pareto frontier of ways to run it (time against peak memory)
+    variants    the step as captured, and rewritten so that its largest ops run on slices of the batch or sequence, or
+                that what the backward reads is stored in fewer bytes; each with the costs of its ops and the Pareto
+                frontier of ways to run it (time against peak memory)
     fastest     measured times are corrected, copies and communication are scheduled, and the fastest way that fits is
                 chosen
     means       where the user leaves it to the planner: with or without offloading, and slices

@@ -12,8 +12,9 @@ promise to be faster, and all that round, are surveyed as the step itself is, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from math import inf
 
@@ -51,13 +52,19 @@ def in_fewer_bytes(captured: Survey, options: Options) -> Iterator[Survey]:
         return
     budget, everything = captured.limit.bytes, captured.frontier.keep_all.time
     best = _seconds(captured, budget)
+
+    @cache
+    def rewritten(compression: Compression) -> Step:
+        return replace(captured.step, graph=compression.of(captured.step.graph))
+
     ways: Iterable[_Way] = captured.step.ranks.from_first(
-        "compressing", lambda: tuple(_ways(captured, options)) if best * FASTER > everything else ()
+        "compressing", lambda: tuple(_ways(captured, options, rewritten)) if best * FASTER > everything else ()
     )
     for way in sorted(ways, key=lambda way: (way.seconds, -way.bytes)):
         slow = everything < FASTER * best < inf
         if best == inf or (slow and (way.compression.rounded or way.seconds <= FASTER * best)):
-            one = _surveyed(captured, way.compression, options)
+            one = surveyed(rewritten(way.compression), options, captured.limit)
+            one = replace(one, compression=way.compression)
             best = min(best, _seconds(one, budget))
             yield one
 
@@ -101,7 +108,7 @@ def ways_to_pack(graph: Captured, peak: int, options: Options) -> Iterator[Captu
         yield Compression(packed=tuple(saved)).of(graph)
 
 
-def _ways(captured: Survey, options: Options) -> Iterator[_Way]:
+def _ways(captured: Survey, options: Options, rewritten: Callable[[Compression], Step]) -> Iterator[_Way]:
     """Yield the ways to compress the values of a step, each with what it promises."""
     graph = captured.step.graph
     saved, peak = packable(graph), captured.frontier.keep_all.peak
@@ -113,7 +120,7 @@ def _ways(captured: Survey, options: Options) -> Iterator[_Way]:
         rounded = _rounded(graph, captured.costs, options.compress)
         found += [Compression(packed=every, rounded=values, dtype=options.compress) for values in rounded]
     rate = _rate(graph, captured.costs) if found and options.measures else 1.0
-    promised = (_promised(captured, compression, options, rate) for compression in found)
+    promised = (_promised(captured, each, rewritten(each), options, rate) for each in found)
     yield from (way for way in promised if way.bytes >= WORTHWHILE * captured.keep_all)
 
 
@@ -124,13 +131,13 @@ def _rate(graph: Captured, costs: Costs) -> float:
     return costs.time_of(op.index for op in some) / max(1e-12, sum(cost_of(op, graph, rough).seconds for op in some))
 
 
-def _promised(captured: Survey, compression: Compression, options: Options, rate: float) -> _Way:
+def _promised(captured: Survey, compression: Compression, step: Step, options: Options, rate: float) -> _Way:
     """Estimate what compressing some values gives; nothing runs, or is searched for.
 
     Args:
+        step: the step with these values compressed.
         rate: measured / estimated seconds of the step's ops.
     """
-    step = replace(captured.step, graph=compression.of(captured.step.graph))
     costs = assumed_facts(step.graph, options, rate) if options.measures else facts_of(step, options)
     frontier = kept(step.graph, costs)
     less = captured.keep_all - keep_all_of(step, costs, frontier)
@@ -150,9 +157,3 @@ def _rounded(graph: Captured, costs: Costs, dtype: str) -> Iterator[tuple[int, .
     sums = [*accumulate(saved[value] for value in ordered)]
     counts = {sum(each <= share * sums[-1] for each in sums) for share in SHARES} if sums else set()
     yield from (tuple(sorted(ordered[:count])) for count in sorted(counts - {0}))
-
-
-def _surveyed(captured: Survey, compression: Compression, options: Options) -> Survey:
-    """Survey a step with some values compressed, within the same budget in bytes."""
-    step = replace(captured.step, graph=compression.of(captured.step.graph))
-    return replace(surveyed(step, options, captured.limit), compression=compression)

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fxremat.passes.dropout import rounded
+from fxremat.passes.insert import Before
 from fxremat.slices.rules import LOSSES, argument, name_of, shape_of, with_argument
 
 aten = torch.ops.aten
@@ -49,21 +50,6 @@ def make_explicit(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-class _Before:
-    """Inserts calls, with their fake values, before a node that they will replace."""
-
-    def __init__(self, node: fx.Node, mode: Any) -> None:
-        self.node, self.mode = node, mode
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self.node.graph.inserting_before(self.node):
-            made = self.node.graph.call_function(target, args, kwargs)
-        shown, options = fx.node.map_arg((args, kwargs), lambda parent: parent.meta["val"])
-        with self.mode:
-            made.meta = dict(self.node.meta) | {"val": target(*shown, **options)}
-        return made
-
-
 def _shown(node: fx.Node) -> torch.Tensor:
     value: torch.Tensor = node.meta["val"]
     return value
@@ -75,7 +61,7 @@ def _loss_by_rows(node: fx.Node) -> None:
     )
     if reduction not in (MEAN, ADDED) or len(shape_of(x)) < 2:
         return
-    write = _Before(node, _shown(x).fake_mode)  # type: ignore[attr-defined]
+    write = Before(node, _shown(x).fake_mode)  # type: ignore[attr-defined]
     rows = write(node.target, x, target, weight, 0, ignored)
     losses = write(operator.getitem, rows, 0)
     added = _added_as_whole if weight is None else _added_by_weight
@@ -87,7 +73,7 @@ def _loss_by_rows(node: fx.Node) -> None:
 
 
 def _added_as_whole(
-    write: _Before, op: Any, losses: fx.Node, target: fx.Node, _: None, reduction: int, ignored: int
+    write: Before, op: Any, losses: fx.Node, target: fx.Node, _: None, reduction: int, ignored: int
 ) -> tuple[fx.Node, fx.Node]:
     """Sum up the losses of rows by the loss op itself, treating them as losses of one class.
 
@@ -110,7 +96,7 @@ def _added_as_whole(
 
 
 def _added_by_weight(
-    write: _Before, _: Any, losses: fx.Node, target: fx.Node, weight: fx.Node, reduction: int, ignored: int
+    write: Before, _: Any, losses: fx.Node, target: fx.Node, weight: fx.Node, reduction: int, ignored: int
 ) -> tuple[fx.Node, fx.Node]:
     """Return (sum or weighted mean of the losses of rows, total weight of the targets), computed in float64."""
     dtype = _shown(losses).dtype
@@ -121,7 +107,7 @@ def _added_by_weight(
     return write(aten._to_copy.default, result, dtype=dtype), write(aten._to_copy.default, total, dtype=dtype)
 
 
-def _weight_of(write: _Before, target: fx.Node, weight: fx.Node, ignored: int) -> fx.Node:
+def _weight_of(write: Before, target: fx.Node, weight: fx.Node, ignored: int) -> fx.Node:
     """Return the sum of the targets' weights, in float64."""
     seen = write(aten.ne.Scalar, target, ignored)
     zero = write(aten.full.default, [], 0, dtype=torch.int64, device=_shown(target).device)
@@ -135,7 +121,7 @@ def _loss_by_elements(node: fx.Node) -> None:
     x = argument(node, "self")
     if reduction not in (MEAN, ADDED) or _shown(x).dim() < 2 or not isinstance(node.target, torch._ops.OpOverload):
         return
-    write = _Before(node, _shown(x).fake_mode)  # type: ignore[attr-defined]
+    write = Before(node, _shown(x).fake_mode)  # type: ignore[attr-defined]
     losses = write(node.target, *with_argument(node, "reduction", 0))
     _add_up(node, write, losses, _shown(losses).numel() if reduction == MEAN else 1)
 
@@ -144,7 +130,7 @@ def _loss_backward(node: fx.Node) -> None:
     gradient, x = argument(node, "grad_output"), argument(node, "self")
     if argument(node, "reduction") != MEAN or _shown(gradient).numel() != 1 or _shown(x).dim() < 2:
         return
-    write = _Before(node, _shown(x).fake_mode)  # type: ignore[attr-defined]
+    write = Before(node, _shown(x).fake_mode)  # type: ignore[attr-defined]
     shared = write(aten.div.Tensor, gradient, _shown(node).numel())
     node.args = (shared, *with_argument(node, "reduction", ADDED)[1:])
     node.kwargs = {}
@@ -154,11 +140,11 @@ def _mean(node: fx.Node) -> None:
     (x,) = node.all_input_nodes
     if _shown(x).dim() < 2 or not _shown(x).dtype.is_floating_point:
         return
-    write = _Before(node, _shown(x).fake_mode)  # type: ignore[attr-defined]
+    write = Before(node, _shown(x).fake_mode)  # type: ignore[attr-defined]
     _add_up(node, write, x, _shown(x).numel())
 
 
-def _add_up(node: fx.Node, write: _Before, x: fx.Node, divisor: int) -> None:
+def _add_up(node: fx.Node, write: Before, x: fx.Node, divisor: int) -> None:
     """Replace a node by the sum of all elements over a divisor."""
     result = write(aten.sum.default, x, dtype=torch.promote_types(_shown(x).dtype, torch.float32))
     if divisor != 1:
@@ -172,7 +158,7 @@ def _add_up(node: fx.Node, write: _Before, x: fx.Node, divisor: int) -> None:
 def _filled_alone(node: fx.Node) -> None:
     """Replace a fill that takes dtype and device from a tensor by one that reads no tensor."""
     value = _shown(node)
-    write = _Before(node, value.fake_mode)  # type: ignore[attr-defined]
+    write = Before(node, value.fake_mode)  # type: ignore[attr-defined]
     number = FILLED[node.target] or (argument(node, "fill_value"),)
     new = write(aten.full.default, list(value.shape), *number, dtype=value.dtype, device=value.device)
     node.replace_all_uses_with(new)
@@ -189,7 +175,7 @@ def _mask_by_itself(node: fx.Node) -> None:
         in_order = torch.empty_like(value).is_contiguous()
     if not in_order:  # native_dropout draws in memory order, bernoulli in the order of its result's dimensions
         return
-    write = _Before(node, value.fake_mode)  # type: ignore[attr-defined]
+    write = Before(node, value.fake_mode)  # type: ignore[attr-defined]
     empty = write(aten.empty.memory_format, list(value.shape), dtype=torch.bool, device=value.device)
     mask = write(aten.bernoulli.p, empty, 1 - p)
     product = write(aten.native_dropout_backward.default, x, mask, rounded(1 - p, value.dtype))

@@ -29,6 +29,7 @@ from fxremat.slices.explicit import make_explicit
 from fxremat.slices.region import Blocked, Found, find
 from fxremat.slices.values import Values
 from fxremat.slices.write import Writer, show, show_again, sort_again
+from fxremat.torch_private import copied
 
 aten = torch.ops.aten
 
@@ -125,7 +126,7 @@ def _beside_loss(joint: Captured) -> list[fx.Node]:
 class _Slicer:
     def __init__(self, joint: Captured, slicing: Slicing) -> None:
         self.given, self.slicing = joint, slicing
-        self.graph = _copy(joint.module.graph)  # the graph being rewritten; a copy of the original
+        self.graph = copied(joint.module.graph)  # the graph being rewritten; a copy of the original
         self.outputs = len(joint.forward_outputs)
         self.regions: list[SlicedRegion] = []
         self.blocked: dict[str, str] = {}  # op -> reason why it cannot run in slices; "" if it is not worth reporting
@@ -206,7 +207,7 @@ class _Slicer:
         if finest is None:
             raise Blocked(f"{op.name} has too few rows to cut")
         _, found, parts = finest
-        before = _copy(self.graph)
+        before = copied(self.graph)
         try:
             self._replace(values, found, parts)
         except Blocked as reason:
@@ -273,15 +274,6 @@ def _where(found: Found) -> str:
     frame = frame_of(found.seed)
     line = frame.place if frame else found.seed.name
     return next(filter(None, names), line)
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph, with the same names and fake values."""
-    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        copies[node] = made.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
-    return made
 
 
 @dataclass(frozen=True)

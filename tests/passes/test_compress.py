@@ -1,4 +1,4 @@
-"""What the backward reads, stored in fewer bytes: the ops, what is found in a graph, and the same gradients."""
+"""Compression of what the backward reads: the ops, what is found in a graph, and the same gradients."""
 
 from __future__ import annotations
 

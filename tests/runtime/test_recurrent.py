@@ -245,8 +245,7 @@ def test_a_token_that_was_copied_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_the_first_step_takes_no_copy_of_the_layer(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What a layer returns is seen by running it, on the model's own parameters; copies would take half as much again.
-    """
+    """Run a layer, to see what it returns, on the model's own parameters: copies would take half as much again."""
     monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
     recurrent._looks.cache_clear()
     torch.manual_seed(0)
