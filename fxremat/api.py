@@ -179,6 +179,8 @@ def capture(
         settings = pass_options(mem, {"solver": solver, **options})
         read = read_given(model, num_fwd_outputs, pipeline=pipeline_of(settings))
         return step_of(read, settings, example_inputs or ())
+    if num_fwd_outputs is not None:
+        raise CaptureError(f"num_fwd_outputs is for a joint graph, a torch.fx.GraphModule; model is {_kind(model)}")
     if example_inputs is None:
         raise CaptureError(NO_MARKS if isinstance(model, fx.GraphModule) else "capturing calls the model: pass inputs")
     named, settings = _checked(model), options_of(mem=mem, solver=solver, **options)
@@ -247,7 +249,7 @@ def _on_cpu(model: nn.Module, call: Call) -> bool:
 
 def _checked(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
-        raise FxrematError(f"model is a {type(model).__name__}; fxremat compiles torch.nn.Module instances")
+        raise FxrematError(f"model is {_kind(model)}; fxremat compiles torch.nn.Module instances")
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
     if isinstance(model, Rematerialized):
@@ -278,6 +280,11 @@ def _checked(model: object) -> nn.Module:
                 "whole or that part"
             )
     return model
+
+
+def _kind(model: object) -> str:
+    name = type(model).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def _backward_in(graph: fx.Graph) -> fx.Node | None:

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +31,7 @@ from fxremat.plans import Plan
 from fxremat.settings import Inductor, Loss, Offload, Search, Slices, Wish, check_wishes
 from fxremat.solvers.registry import JOINS, LISTS, SOLVERS, TABLES
 from fxremat.solvers.registry import NAMES as CHAINS
-from fxremat.units import Budget, Bytes, Percent, parse_budget, parse_bytes, shortened
+from fxremat.units import Budget, Bytes, Percent, did_you_mean, parse_budget, parse_bytes, shortened
 
 log = logging.getLogger(__name__)
 
@@ -495,9 +494,9 @@ class Options:
                 f"solver={self.solver!r} is one for chains and joins (fxremat.solve); those that plan models are "
                 + ", ".join(known)
             )
-        guess = difflib.get_close_matches(str(self.solver), known, n=1)
         raise FxrematError(
-            f"unknown solver {shortened(self.solver)}{_perhaps(guess)}; those that plan models are {', '.join(known)}"
+            f"unknown solver {shortened(self.solver)}{did_you_mean(str(self.solver), known)}; those that plan models "
+            f"are {', '.join(known)}"
         )
 
 
@@ -575,6 +574,8 @@ def changed_options(options: Options, mem: int | str | None, **changed: Any) -> 
     """
     for name in changed:
         check_name(name)
+    if "plan" in changed:
+        raise FxrematError("a captured step makes plans: pass a saved one to fxremat.compile(model, plan=...)")
     stays: dict[str, Any] = {"plan": None, "strict": None, "as_captured": not options.compiles}
     if mem is not None:
         changed = {"mem": mem, "device_mem": None, "division": None} | changed
@@ -602,8 +603,7 @@ def check_name(name: str) -> None:
     if name in RENAMED:
         raise FxrematError(f"the option {name} has a new form: {RENAMED[name]}")
     if name not in NAMES:
-        guess = difflib.get_close_matches(name, NAMES, n=1)
-        raise FxrematError(f"unknown option {shortened(name)}{_perhaps(guess)}; there are {', '.join(NAMES)}")
+        raise FxrematError(f"unknown option {shortened(name)}{did_you_mean(name, NAMES)}; there are {', '.join(NAMES)}")
 
 
 def _several(given: Wish | Sequence[Wish]) -> tuple[Wish, ...]:
@@ -696,7 +696,3 @@ def _is_range(ends: tuple[object, ...]) -> bool:
         case (int() as low, int() as high) if not (isinstance(low, bool) or isinstance(high, bool)):
             return 2 <= low <= high
     return False
-
-
-def _perhaps(guess: list[str]) -> str:
-    return f", did you mean {guess[0]!r}?" if guess else ""

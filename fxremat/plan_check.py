@@ -26,7 +26,7 @@ from fxremat.graphs.nodes import is_number, storage_bytes
 from fxremat.planned_step import PlannedStep
 from fxremat.step.verify import verify
 from fxremat.torch_private import real_tensors, storage_of
-from fxremat.units import format_bytes
+from fxremat.units import format_bytes, shortened
 
 AGAIN = re.compile(r"__r\d+$")  # suffix of the name of a node that recomputes an op
 
@@ -62,9 +62,11 @@ def check(plan: PlannedStep, runs: int = 1) -> PlanCheck:
         runs: 2 or more: also execute each recomputed op this many times, and compare the results bitwise.
 
     Raises:
-        FxrematError: a result differs in shape or dtype from that of the captured graph, or the peak differs from the
-            predicted one.
+        FxrematError: `runs` is no such number, a result differs in shape or dtype from that of the captured graph, or
+            the peak differs from the predicted one.
     """
+    if not isinstance(runs, int) or isinstance(runs, bool) or runs < 1:
+        raise FxrematError(f"runs is {shortened(runs)}; it is the number of executions of a recomputed op, 1 or more")
     verify(plan.program)
     captured, (forward, backward) = plan.captured, plan.graphs
     evaluated = Evaluation(plan)

@@ -46,6 +46,7 @@ from fxremat.step.program import Order, Program, Role, Step, Transfer
 from fxremat.step.source import Frame, Source
 from fxremat.step.step_graph import Kind, Op, Origin, StepGraph, Value
 from fxremat.step.transferred import ProgramWithTransfers
+from fxremat.units import shortened
 
 FORMAT = 2
 
@@ -181,6 +182,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def load(path: str | os.PathLike[str]) -> PlanData:
     """Read a plan from a file. Raises `OSError`, and `PlanMismatch` if the file contains no plan or was edited."""
+    if not isinstance(path, str | os.PathLike):
+        raise PlanMismatch(f"the path of a plan is {shortened(path)}; it is a str or a Path")
     name = os.fspath(path)
     try:
         file = json.loads(Path(path).read_text())

@@ -5,8 +5,10 @@ parse_bytes("300MB") == 300 * 10**6    decimal units
 parse_budget("60%")  == Percent(of_keep_all=60.0)
 """
 
+import difflib
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -157,9 +159,16 @@ def _meant(given: object) -> str:
 
 
 def shortened(given: object, most: int = 80) -> str:
-    """Return `repr(given)` for an error message, shortened in the middle if it is long."""
+    """Return `repr(given)` for an error message in one line, shortened in the middle if it is long."""
     try:
         text = repr(given[: 2 * most] if isinstance(given, str | bytes) else given)
     except Exception:  # `repr` of the object fails
         text = f"a {type(given).__name__}"
+    text = " ".join(text.split("\n"))
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 4) :]}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a clause for an error message that names the known name nearest to an unknown one; "" if none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f", did you mean {near[0]!r}?" if near else ""

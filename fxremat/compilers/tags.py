@@ -12,6 +12,7 @@ from fxremat.graphs.captured import Captured
 from fxremat.passes.collectives import WAIT
 from fxremat.plans import Plan
 from fxremat.step.program import Role, Transfer
+from fxremat.units import shortened
 
 GROUP = "ac_graph_id"  # key in `meta` of the group of nodes that torch's partitioner treats together
 
@@ -35,6 +36,10 @@ def tag(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         PlanMismatch: the graph has none of the ops of the plan.
         FxrematError: the plan stores values in fewer bytes, which tags cannot say.
     """
+    if not isinstance(graph, fx.GraphModule) or not isinstance(plan, Plan):
+        raise FxrematError(
+            f"tag marks a torch.fx.GraphModule by a plan; it was given {shortened(graph)} and {shortened(plan)}"
+        )
     if plan.compression is not None:
         raise FxrematError("tags cannot say that values are stored in fewer bytes: plan with compress=False")
     policies = _policies(plan)

@@ -39,6 +39,7 @@ from fxremat.compilers.reading import Called, Written
 from fxremat.errors import CaptureError
 from fxremat.graphs.names import module_of
 from fxremat.graphs.nodes import attribute
+from fxremat.units import shortened
 
 HEAD = "# fxremat graph "
 TYPE = re.compile(r"(\w+)\[([\d, ]*)\](?: strides \(([\d, ]*)\))? (\w+(?::\d+)?)")
@@ -188,6 +189,8 @@ def from_text(text: str) -> Text:
 
     Raises `CaptureError`, with the line, for other text.
     """
+    if not isinstance(text, str):
+        raise CaptureError(f"the text is {shortened(text)}; it is a str that to_text returned")
     head, _, body = text.partition("\n")
     try:
         if not head.startswith(HEAD):

@@ -25,7 +25,7 @@ from fxremat.fitting.ledger import Resident, total_of
 from fxremat.fitting.loaded import Loaded
 from fxremat.fitting.loading import load
 from fxremat.fitting.resident import planned_step, resident_of
-from fxremat.fitting.settings import Training, TrainingSettings
+from fxremat.fitting.settings import Training, TrainingSettings, training_of
 from fxremat.fitting.steps import CapturedModel, EstimatedStep, captured_for
 from fxremat.fitting.ways import (
     Room,
@@ -36,7 +36,7 @@ from fxremat.fitting.ways import (
     with_weights_on_host,
 )
 from fxremat.search.survey import least_of
-from fxremat.units import format_bytes, parse_bytes
+from fxremat.units import format_bytes, parse_bytes, shortened
 
 QUICK = 1000  # captured ops: of a larger step no second batch is tried
 
@@ -103,7 +103,9 @@ def fits(
         FxrematError: a setting has a value that it cannot have, a library is missing, or what is asked for is not
             answered yet; the message says what would be.
     """
-    training = Training(**settings)
+    training = training_of(settings)
+    if not isinstance(on, str | Device | Sequence):
+        raise FxrematError(f"on is {shortened(on)}; it is the name of a device, a Device, or a list of these")
     names = [on] if isinstance(on, str | Device) else [*on]
     if not names:
         raise FxrematError("`on` is an empty list: name a device, such as on=['RTX-4090']")

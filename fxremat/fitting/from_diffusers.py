@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxremat.errors import FxrematError
-from fxremat.fitting.loaded import META, Loaded, needs, numbers
+from fxremat.fitting.loaded import META, Loaded, building, needs, no_setting, numbers
 from fxremat.fitting.settings import Training
 
 PIXELS = 8  # along a side for one number of the latents
@@ -36,11 +37,12 @@ class Denoiser(nn.Module):
         return F.mse_loss(predicted.float(), target.float())
 
 
-def from_config(settings: Mapping[str, Any], training: Training, name: str) -> Loaded:
+def from_config(settings: Mapping[str, Any], training: Training, name: str, added: Sequence[str] = ()) -> Loaded:
     """Return the model that a configuration of diffusers describes.
 
     Raises:
-        FxrematError: diffusers is missing or does not know the model, or its inputs are not known here.
+        FxrematError: diffusers is missing or does not know the model or a setting in `added` (by the user), it cannot
+            make a model of these settings, or the inputs of the model are not known here.
     """
     try:
         import diffusers
@@ -53,10 +55,12 @@ def from_config(settings: Mapping[str, Any], training: Training, name: str) -> L
             "function that returns the model and its inputs, and name it as package.module:function"
         )
     logging.getLogger("diffusers").setLevel(logging.ERROR)  # of modules to keep in float32: none
-    with META:
+    known = inspect.signature(getattr(diffusers, kind).__init__).parameters
+    for key in added:
+        if key not in known:
+            raise no_setting(name, key, known)
+    with building(name), META:
         model = getattr(diffusers, kind).from_config(dict(settings)).to(training.weights)
-    if training.length is not None:
-        raise FxrematError(f"{name}: {kind} takes images, and has no length; image=1024 sets their size")
     inputs, side = _INPUTS[kind](model.config, training)
     source, part = str(settings.get("_name_or_path") or name), "unet" if kind.startswith("UNet") else "transformer"
     code = (

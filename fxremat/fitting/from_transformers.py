@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxremat.errors import FxrematError
-from fxremat.fitting.loaded import META, Loaded, needs, numbers
+from fxremat.fitting.loaded import META, Loaded, building, needs, no_setting, numbers
 from fxremat.fitting.settings import Training
 from fxremat.fitting.tensor_parallel import part_of_one
 
@@ -19,14 +20,16 @@ IMAGE = 224  # pixels, where neither the user nor the configuration says how man
 WITH_LOSS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForImageTextToText")
 
 
-def from_config(settings: Mapping[str, Any], training: Training, name: str) -> Loaded:
+def from_config(settings: Mapping[str, Any], training: Training, name: str, added: Sequence[str] = ()) -> Loaded:
     """Return the model that a configuration describes.
 
     Args:
         settings: the contents of a `config.json`.
+        added: names of settings that the user added to it.
 
     Raises:
-        FxrematError: transformers is missing or does not know the model, or its inputs are not known here.
+        FxrematError: transformers is missing or does not know the model or an added setting, it cannot make a model of
+            these settings, or the inputs of the model are not known here.
     """
     try:
         import transformers
@@ -35,10 +38,12 @@ def from_config(settings: Mapping[str, Any], training: Training, name: str) -> L
     kind = str(settings.get("model_type"))
     try:
         config = transformers.AutoConfig.for_model(kind, **{k: v for k, v in settings.items() if k != "model_type"})
-    except (KeyError, ValueError, TypeError) as error:
+    except Exception as error:  # whatever the library does with these settings
         raise FxrematError(f"{name}: transformers {transformers.__version__} cannot read this configuration of "
-                           f"{kind!r}: {error}") from error
-    model = _model(transformers, config, training, name)
+                           f"{kind!r}: {' '.join(str(error).split())}") from error
+    _check_added(config, added, name)
+    with building(name):
+        model = _model(transformers, config, training, name)
     inputs, sizes, notes = _inputs(model, training, name)
     source = str(settings.get("_name_or_path") or name)
     cut = ', tp_plan="auto"' if training.shard == "tp" else ""
@@ -50,6 +55,18 @@ def from_config(settings: Mapping[str, Any], training: Training, name: str) -> L
         model=model, inputs=inputs, name=name, library="transformers", sizes=sizes, code=code, notes=notes,
         layers_known=True,
     )
+
+
+def _check_added(config: Any, added: Sequence[str], name: str) -> None:
+    try:
+        default = type(config)()
+    except (TypeError, ValueError):  # a class that is only made of settings
+        return
+    for key in added:
+        try:
+            functools.reduce(getattr, key.split("."), default)
+        except AttributeError:
+            raise no_setting(name, key, vars(default)) from None
 
 
 def _model(transformers: Any, config: Any, training: Training, name: str) -> nn.Module:

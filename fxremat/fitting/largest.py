@@ -10,7 +10,7 @@ from typing import Any, Unpack
 from fxremat.cost.devices import Device
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.fitting import device_with_memory, needed
-from fxremat.fitting.settings import Training, TrainingSettings
+from fxremat.fitting.settings import Training, TrainingSettings, training_of
 from fxremat.units import format_bytes, shortened
 from fxremat.what_if import largest
 
@@ -70,7 +70,7 @@ def largest_that_fits(
     """
     if of not in SIZES:
         raise FxrematError(f"largest is {shortened(of)}; it is one of {', '.join(SIZES)}")
-    device, training, unit = device_with_memory(on, device_mem), Training(**settings), LEAST[of]
+    device, training, unit = device_with_memory(on, device_mem), training_of(settings), LEAST[of]
     memory = device.memory or 0
     if up_to < unit:
         raise FxrematError(f"up_to is {up_to}; it is {unit} or more")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxremat.errors import FxrematError
+from fxremat.units import did_you_mean, shortened
 
 META = torch.device("meta")
 
@@ -49,3 +51,20 @@ def numbers(*shape: int) -> Tensor:
 def needs(library: str, what: str, extra: str = "") -> FxrematError:
     """Return the error that a library is missing; `what` it is needed for."""
     return FxrematError(f"{what} needs {library}: pip install {library}{extra}")
+
+
+def no_setting(name: str, key: str, known: Iterable[str]) -> FxrematError:
+    """Return the error that the configuration of a model has no setting of this name."""
+    return FxrematError(f"config changes {shortened(key)}{did_you_mean(key, known)}; {name} has no such setting")
+
+
+@contextlib.contextmanager
+def building(name: str) -> Iterator[None]:
+    """Raise what a library raises where it makes a model of settings, as an error that says so."""
+    try:
+        yield
+    except FxrematError:
+        raise
+    except Exception as error:  # whatever the library does with these settings
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise FxrematError(f"{name}: no model can be made of these settings: {reason}") from error

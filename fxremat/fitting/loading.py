@@ -48,9 +48,14 @@ def load(model: str | nn.Module, inputs: Any, training: Training, changes: Mappi
     if isinstance(model, nn.Module):
         if inputs is None:
             raise FxrematError(f"{type(model).__name__} goes with inputs: give those of one training call")
+        if changes:
+            raise FxrematError(f"config changes a configuration, and {type(model).__name__} is a model already")
         loaded = Loaded(model=model, inputs=inputs, name=type(model).__name__, library="", sizes={})
-    else:
+    elif isinstance(model, str):
         loaded = _named(model, training, changes)
+    else:
+        raise FxrematError(f"model is {shortened(model)}; it is a torch.nn.Module, or a name, such as {SHIPPED[0]!r}")
+    _check_sizes(loaded, training)
     if training.shard == "tp" and loaded.library != "transformers":
         raise FxrematError(f'shard="tp" is for models of transformers, which have plans for it; {loaded.name} is none')
     if training.in_four_bits:
@@ -62,14 +67,24 @@ def load(model: str | nn.Module, inputs: Any, training: Training, changes: Mappi
     return loaded
 
 
+def _check_sizes(loaded: Loaded, training: Training) -> None:
+    """Raise `FxrematError` if a size was asked for that the inputs of a model do not have."""
+    default = Training()
+    for name in ("batch", "length", "image"):
+        size = getattr(training, name)
+        if size != getattr(default, name) and name not in loaded.sizes:
+            told = f"the inputs of {loaded.name} " + (f"have no {name}" if loaded.library else "are those given")
+            raise FxrematError(f"{name} is {size}, and {told}: leave {name} out")
+
+
 def _named(name: str, training: Training, changes: Mapping[str, Any]) -> Loaded:
     settings = _settings(name)
     if settings is not None:
-        changed = _changed(settings, changes, name)
+        changed, added = _changed(settings, changes, name)
         if "_class_name" in changed:
-            return from_diffusers.from_config(changed, training, name)
+            return from_diffusers.from_config(changed, training, name, added)
         if "model_type" in changed:
-            return from_transformers.from_config(changed, training, name)
+            return from_transformers.from_config(changed, training, name, added)
         raise FxrematError(f"{name} is no configuration of transformers (model_type) or diffusers (_class_name)")
     if changes:
         raise FxrematError(f"config changes a configuration, and {shortened(name)} has none")
@@ -121,9 +136,13 @@ def _from_hub(name: str) -> dict[str, Any]:
         raise FxrematError(f"cannot get the configuration of {name} from the hub: {reason}") from None
 
 
-def _changed(settings: Mapping[str, Any], changes: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return settings with changes, whose names may have dots: `text_config.num_hidden_layers`."""
+def _changed(
+    settings: Mapping[str, Any], changes: Mapping[str, Any], name: str
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return settings with changes, and the names of those that are new (`text_config.num_hidden_layers` is a name).
+    """
     made: dict[str, Any] = json.loads(json.dumps(settings))
+    added = []
     for key, value in changes.items():
         *outer, last = key.split(".")
         inner = made
@@ -131,8 +150,10 @@ def _changed(settings: Mapping[str, Any], changes: Mapping[str, Any], name: str)
             inner = inner.get(part, {})
             if not isinstance(inner, dict) or not inner:
                 raise FxrematError(f"{name} has no settings {part!r}, which config changes by {key!r}")
+        if last not in inner:
+            added.append(key)
         inner[last] = value
-    return made
+    return made, tuple(added)
 
 
 def _from_factory(name: str, training: Training) -> Loaded:

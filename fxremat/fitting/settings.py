@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TypedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
 
 import torch
 
 from fxremat.errors import FxrematError
-from fxremat.units import shortened
+from fxremat.units import did_you_mean, shortened
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "autocast": torch.float32}  # of the weights
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "adafactor", "muon")
@@ -106,6 +107,16 @@ class Training:
             _one_of("shard", self.shard, SHARDS)
         if (self.devices > 1) != (self.shard is not None):
             raise FxrematError('devices and shard go together: devices=8, shard="fsdp"')
+
+
+def training_of(settings: Mapping[str, Any]) -> Training:
+    """Return the settings that a user passed by name. Raises `FxrematError` for an unknown one, and `Training`'s."""
+    known = [field.name for field in fields(Training)]
+    for name in settings:
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise FxrematError(f"unknown setting {shortened(name)}{near}; there are {', '.join(known)}")
+    return Training(**settings)
 
 
 def _one_of(name: str, given: object, known: tuple[str, ...]) -> None:

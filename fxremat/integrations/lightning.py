@@ -9,7 +9,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from fxremat.integrations.in_place import InPlace, with_optimizer
-from fxremat.options import CompileOptions
+from fxremat.options import CompileOptions, options_of
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +31,14 @@ class Remat(Callback):  # type: ignore[misc]
             optimizer is counted, if it has one.
 
     Raises:
-        FxrematError: when training begins, what `fxremat.compile` raises.
+        FxrematError: an option is unknown or has no such value; or, when training begins, what `fxremat.compile`
+            raises.
     """
 
     def __init__(
         self, mem: int | str | None = None, *, network: str | None = None, **options: Unpack[CompileOptions]
     ) -> None:
+        options_of(mem=mem, **options)  # refused here, not after the model was loaded
         self.mem, self.network, self.options = mem, network, options
         self.inside: InPlace | None = None
 

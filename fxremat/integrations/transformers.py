@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fxremat.errors import FxrematError
 from fxremat.integrations.in_place import InPlace, with_optimizer
-from fxremat.options import CompileOptions
+from fxremat.options import CompileOptions, options_of
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +31,12 @@ class RematCallback(TrainerCallback):  # type: ignore[misc]
             instead of `mem`: the state of the trainer's optimizer is counted.
 
     Raises:
-        FxrematError: when training begins: the arguments have torch_compile=True, which compiles the model again; or
-            what `fxremat.compile` raises.
+        FxrematError: an option is unknown or has no such value; or, when training begins: the arguments have
+            torch_compile=True, which compiles the model again; or what `fxremat.compile` raises.
     """
 
     def __init__(self, mem: int | str | None = None, **options: Unpack[CompileOptions]) -> None:
+        options_of(mem=mem, **options)  # refused here, not after the model was loaded
         self.mem, self.options = mem, options
         self.inside: InPlace | None = None
         self._told = False

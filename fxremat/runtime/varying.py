@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import logging
 import warnings
@@ -15,6 +14,7 @@ import torch
 from fxremat.errors import FxrematError
 from fxremat.options import Options
 from fxremat.torch_private import mark_dynamic
+from fxremat.units import did_you_mean
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +83,9 @@ def _check_known(name: str, given: Mapping[str, Any], forward: Callable[..., Any
         kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         known = dict.fromkeys((*(p.name for p in parameters if p.kind not in kinds), *given))
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            perhaps = f", did you mean {near[0]!r}?" if near else ""
-            raise FxrematError(f"dynamic names {name!r}{perhaps}; the model's inputs are {', '.join(known)}")
+            raise FxrematError(
+                f"dynamic names {name!r}{did_you_mean(name, known)}; the model's inputs are {', '.join(known)}"
+            )
 
 
 def warn_of_fixed(options: Options, reason: BaseException | None = None) -> None:

@@ -186,6 +186,10 @@ def _winner(
     accounting: Accounting,
 ) -> tuple[str, Timeline]:
     """Return the name of the solver with the best schedule, and the simulation of that schedule."""
+    if not isinstance(chain, Chain):
+        raise FxrematError(f"the chain is {shortened(chain)}; it is a Chain, or a Join of chains")
+    if not isinstance(platform, Platform | None):
+        raise FxrematError(f"platform is {shortened(platform)}; it is a Platform, or None")
     mem, slots = _check_mem(mem), check_slots(slots)
     check_effort(effort)
     if solver not in NAMES:

@@ -187,3 +187,23 @@ def test_weights_gradients_and_state_are_those_of_a_real_model(name: str) -> Non
     assert resident.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     state = [value for of in optimizer.state.values() for value in of.values()]
     assert resident.parts["optimizer state"] == sum(value.nbytes for value in state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"n_layr": 2}, "config changes 'n_layr', did you mean 'n_layer'?"),
+        ({"n_head": 7}, "gpt2-medium: no model can be made of these settings"),
+        ({"n_layer": "x"}, "cannot read this configuration"),
+    ],
+)
+def test_settings_that_make_no_model_are_told_in_one_line(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(fxremat.FxrematError) as raised:
+        fxremat.fits("gpt2-medium", on="H200", config=changes)
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_size_that_the_inputs_do_not_have_is_refused() -> None:
+    with pytest.raises(fxremat.FxrematError, match="the inputs of gpt2-medium have no image"):
+        fxremat.fits("gpt2-medium", on="H200", config={"n_layer": 2}, image=64)
