@@ -212,6 +212,38 @@ def test_percent_refers_to_the_largest_size() -> None:
     assert compiled.plan.budget == pytest.approx(grown.budget, rel=0.01)
 
 
+@pytest.mark.parametrize("dynamic", [None, False])
+@pytest.mark.parametrize("last", [1, 9])
+def test_a_smaller_last_batch_has_the_budget_of_the_others(dynamic: bool | None, last: int) -> None:
+    _, compiled = compiled_stack(mem="60%", dynamic=dynamic)
+    budgets = []
+    for count in (64, 64, last):
+        compiled(rows(count)).backward()
+        budgets.append(compiled.plan.budget)
+    assert len({*budgets}) == 1
+
+
+class _Longer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6))
+
+    def forward(self, x: Tensor, count: int) -> Tensor:
+        for part in self.parts[:count]:
+            x = part(x)
+        return x.square().mean()
+
+
+def test_a_shorter_way_through_the_model_has_a_budget_of_its_own() -> None:
+    compiled = fxremat.compile(_Longer(), mem="80%")
+    budgets = {}
+    for count in (6, 3):
+        compiled(rows(64), count).backward()
+        budgets[count] = compiled.plan.budget
+        compiled.zero_grad()
+    assert budgets[3] < budgets[6]
+
+
 def test_ranges_that_torch_is_told_of(captures: list[object]) -> None:
     compiled = fxremat.compile(gpt(1), mem="80%", costs="cpu", **QUICK)
 

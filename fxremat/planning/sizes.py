@@ -23,7 +23,7 @@ from fxremat.planning.captured_step import CapturedStep
 from fxremat.planning.facts import estimated_keep_all
 from fxremat.planning.limits import Limit, limit_of
 from fxremat.planning.replan import Choice, replan
-from fxremat.planning.step import Reference, Step
+from fxremat.planning.step import LargestCall, Reference, Step
 from fxremat.planning.surveys import surveyed
 from fxremat.plans import Plan
 from fxremat.progress import planning
@@ -56,6 +56,7 @@ class PlansOfSizes:
         dimensions: for each symbolic size, the input and the dimension that it is the size of.
         limits: for each symbolic size, the largest number that is expected; None if the user gave no range.
         shapes: the inputs' symbolic shapes, by name.
+        largest: the largest of the calls that were captured otherwise, with sizes of their own.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class PlansOfSizes:
         limits: Sequence[int | None],
         shapes: Mapping[str, Sequence[Any]],
         options: Options,
+        largest: LargestCall | None = None,
     ) -> None:
         self.symbolic = graph.as_captured(joint)
         self._graph, self._options = graph, replace(options, compress=False)  # values are packed at fixed sizes
         self._dimensions, self._limits = tuple(dimensions), tuple(limits)
         self._shapes = shapes
         self._range: Range | None = None
+        self._largest_call = largest or LargestCall()
         self._known: tuple[Plan, ...] = ()
 
     def plan(
@@ -97,7 +100,10 @@ class PlansOfSizes:
         """
         joint = self._graph.at(dims)
         range_ = self._range_with(dims, joint)
-        reference = Reference(bytes=range_.keep_all, of=self.described(range_.dims)) if range_ else None
+        reference = None
+        if range_:
+            own = Reference(bytes=range_.keep_all, of=self.described(range_.dims))
+            reference = self._largest_call.or_larger(own)
         called_with = called_with or self.described(dims)
         step = Step(graph=joint, inputs=inputs, called_with=called_with, reference=reference)
         plan = replan(step, self._known, self._options, choose) if self._known else None
@@ -111,6 +117,8 @@ class PlansOfSizes:
             known = (*self._known[1 - KNOWN :], plan)
         if keep:
             self._known, self._range = known, range_
+            if reference:
+                self._largest_call.note(reference)
         return replace(plan, step=SizedStep(self, dims))
 
     def least(self, dims: Dims) -> int:
@@ -133,6 +141,7 @@ class PlansOfSizes:
             raise FxrematError(f"compress={changed['compress']!r} needs inputs of fixed sizes, and these may change")
         options = changed_options(self._options, mem=mem, **changed)
         others._options, others._known = replace(options, compress=False), ()
+        others._largest_call = copy.copy(self._largest_call)
         return others.plan(dims, keep=bool(changed))
 
     def described(self, dims: Dims) -> str:

@@ -33,6 +33,22 @@ class Reference:
     of: str  # the sizes that have this peak, as text
 
 
+@dataclass
+class LargestCall:
+    """The largest call of a model so far, among those that differ in their sizes alone; budgets in percent refer to it.
+    """
+
+    reference: Reference | None = None
+
+    def or_larger(self, other: Reference) -> Reference:
+        """Return the larger one of the largest call so far and another call."""
+        return self.reference if self.reference and self.reference.bytes > other.bytes else other
+
+    def note(self, other: Reference) -> None:
+        """Remember another call if it is larger."""
+        self.reference = self.or_larger(other)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """A captured training step to be planned, with the inputs and sizes of the call that it was captured from."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -49,12 +50,12 @@ from fxremat.passes.recurrent import recurrent_as_ops
 from fxremat.passes.regions import inline_regions
 from fxremat.passes.tangents import bear_any_layout
 from fxremat.planning.captured_step import CapturedStep, FixedStep
-from fxremat.planning.facts import facts_of
+from fxremat.planning.facts import estimated_keep_all, facts_of
 from fxremat.planning.graph_programs import as_in_a_step, programs_of, tier_of
 from fxremat.planning.limits import limit_of
 from fxremat.planning.means import seen_before
 from fxremat.planning.sizes import PlansOfSizes, SizedStep
-from fxremat.planning.step import Step, TrainedParameters, named
+from fxremat.planning.step import LargestCall, Reference, Step, TrainedParameters, named
 from fxremat.planning.surveys import order_within_limit
 from fxremat.planning.wishes import wished
 from fxremat.plans import Plan
@@ -102,7 +103,7 @@ from fxremat.torch_private import (
     taking_a_list,
 )
 from fxremat.transfers.network import communicates
-from fxremat.units import Auto, format_bytes, parse_bytes
+from fxremat.units import Auto, Percent, format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)
 KEPT_PLANS = 8  # this many of the latest plans can be read by users
@@ -191,6 +192,8 @@ class Backend:
         self._names: list[str | None] = []  # for each input of the captured graph, its parameter name, or None
         self._inputs: Sequence[Any] = ()  # the arguments for which a graph is being compiled
         self._placeholders: Sequence[fx.Node] = ()  # the placeholders of dynamo's graph that is being compiled
+        self._largest_calls: dict[object, LargestCall] = {}  # by what calls do, whatever their sizes
+        self._largest_call = LargestCall()  # the one of these that belongs to the graph that is being compiled
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Return a compiled function for a captured graph. Raises `CaptureError` for sizes that depend on data."""
@@ -238,6 +241,7 @@ class Backend:
         names = map(parameter_name, placeholders)
         self._names = [name and self.tied.get(name, name) for name in names]
         self._placeholders = placeholders
+        self._largest_call = self._largest_calls.setdefault(_without_sizes(module.graph), LargestCall())
         backend = aot_backend(
             fw_compiler=lambda graph, _: self._forward(graph, made[-1]),
             bw_compiler=lambda graph, _: made.pop().backward_of(graph),
@@ -626,7 +630,10 @@ class Backend:
 
     def _plan_fixed(self, step: Step) -> Plan:
         """Plan a step of fixed sizes, and append the plan to `plans`."""
-        plan = FixedStep(step, self.options).plan()
+        plan = FixedStep(self._as_percent_of_largest(step), self.options).plan()
+        if isinstance(budget := self.options.budget, Percent):
+            everything = math.ceil(plan.budget * 100 / budget.of_keep_all)
+            self._largest_call.note(Reference(bytes=everything, of=step.called_with))
         if step.trained and plan.weights:
             self.hosted |= {step.trained.numbers[value] for value in plan.weights.hosted}
         if self.options.tried:
@@ -635,6 +642,14 @@ class Backend:
         if self.until is Until.RUN:
             self._called_with.add(step.called_with)
         return plan
+
+    def _as_percent_of_largest(self, step: Step) -> Step:
+        """Return the step with the call that a budget in percent refers to, if an earlier one was larger."""
+        largest = self._largest_call.reference
+        if largest is None or largest.of == step.called_with:
+            return step
+        own = Reference(bytes=estimated_keep_all(step.graph, self.options), of=step.called_with)
+        return step if self._largest_call.or_larger(own) is own else replace(step, reference=largest)
 
     def _take_plan(self, plan: Plan) -> None:
         """Append a plan that will run to `plans`, and prepare the device's allocator as the plan assumes it."""
@@ -668,7 +683,7 @@ class Backend:
             self.options.longest(name, dim) or largest_of(node.meta["val"])
             for (name, dim), node in zip(dimensions, graph.inputs, strict=True)
         ]
-        return PlansOfSizes(graph, joint, dimensions, ends, shapes, self.options)
+        return PlansOfSizes(graph, joint, dimensions, ends, shapes, self.options, self._largest_call)
 
     def _sized(self, graph: SymbolicGraph, plans: PlansOfSizes) -> Sized:
         """Return the runner of a graph of symbolic sizes, which plans when calls with new sizes come."""
@@ -799,6 +814,20 @@ def _zeros(node: object) -> torch.Tensor | None:
 def _would_gain(plan: Plan, freed: int) -> bool:
     """Tell whether `freed` more bytes may make a plan faster: it recomputes, and they exceed 1 % of its budget."""
     return plan.predicted_time > GAIN * plan.keep_all_time and freed > (GAIN - 1) * plan.budget
+
+
+def _without_sizes(graph: fx.Graph) -> object:
+    """Return what a graph of dynamo calls, and with which kinds of tensors: equal for calls that differ in sizes."""
+    found: list[object] = []
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.Tensor):
+            continue
+        if node.op == "placeholder":
+            found.append((value.dtype, value.dim(), value.device, value.requires_grad))
+        elif node.target is not operator.getitem:
+            found.append(str(node.target))
+    return tuple(found)
 
 
 def _to_trace(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Sequence[Any]:
