@@ -93,11 +93,21 @@ def real_tensors() -> Iterator[None]:
 def aot_backend(**options: Any) -> Callable[..., Any]:
     """Return a dynamo backend made of forward and backward compilers and a partition function.
 
-    `torch._dynamo.backends.common.aot_autograd` is what torch's own documentation of custom backends uses.
+    Does what the backends of `torch._dynamo.backends.common.aot_autograd` do (torch 2.11, 2.13), without the parts of
+    Inductor that these import: dynamo traces neither the compilers nor what they return.
     """
-    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import aot_module_simplified
 
-    backend: Callable[..., Any] = aot_autograd(**options)
+    compile_backward = options.get("bw_compiler") or options["fw_compiler"]
+
+    def backward(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return torch._dynamo.disable(torch._dynamo.disable(compile_backward)(graph, inputs))
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compilers: dict[str, Any] = {**options, "bw_compiler": backward}
+        compiled: Callable[..., Any] = torch._dynamo.disable(aot_module_simplified(module, inputs, **compilers))
+        return compiled
+
     return backend
 
 

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from fxremat.fusion.units import is_pointwise
 from fxremat.graphs.captured import Captured
@@ -149,6 +147,10 @@ class _Cut:
 
     def kept(self) -> set[int]:
         """Return the values of a minimum cut."""
+        # these take a third of a second to import, and only compiled kernels need them
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
         source, sink = self.ends
         if not self.edges:
             return set()
