@@ -18,6 +18,7 @@ from torch.export import Dim
 import fxremat
 from benchmarks.meter import peak_bytes
 from benchmarks.models.resizable import KINDS, RANGES, ConvNet, gpt, loss_of, pictures, text
+from fxremat.graphs.symbolic import Dims, SymbolicGraph
 from fxremat.planning import sizes
 from fxremat.runtime import sized
 from fxremat.settings import Search
@@ -688,3 +689,35 @@ def test_a_dimension_that_is_not_there_is_refused() -> None:
 @pytest.fixture(autouse=True)
 def fresh() -> None:
     torch._dynamo.reset()
+
+
+class _InTwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stacks = nn.ModuleList((Stack(2), Stack(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.stacks[0](x)
+        torch._dynamo.graph_break()
+        return self.stacks[1](first).square().mean()
+
+
+@pytest.mark.parametrize("make", [lambda: Loss(Stack(2)), _InTwoParts])
+def test_slices_of_one_long_tensor_are_planned_once(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resized: list[Dims] = []
+    at = SymbolicGraph.at
+    monkeypatch.setattr(SymbolicGraph, "at", lambda graph, dims: resized.append(dims) or at(graph, dims))
+    torch.manual_seed(0)
+    plain = make()
+    model = copy.deepcopy(plain)
+    compiled = fxremat.compile(model, mem="1GB", **QUICK)
+    data = rows(100)
+    for number, x in enumerate((data[:8], data[8:14], data[14:22], data[22:30], data[31:39], data[40:48])):
+        if number == 3:
+            resized.clear()
+        ours, theirs = step(model, {"x": x}, compiled), step(plain, {"x": x})
+        assert ours.differences(theirs) == [], number
+    assert not resized
+    assert "offset" not in str(compiled.plan)

@@ -156,12 +156,21 @@ class SymbolicGraph:
 
     @cached_property
     def shaping(self) -> tuple[int, ...]:
-        """Indices in `symbols` of the symbolic inputs on which the shape, strides or storage of some tensor depend."""
+        """Indices in `symbols` of the symbolic inputs on which the shape, strides or storage of some tensor depend.
+
+        Where in a storage a tensor begins changes no program, nor does the size of a storage that the caller holds:
+        batches may be slices of one long tensor.
+        """
         tensors = [t for node in self.module.graph.nodes for t in tensors_of(node) if t is not None]
-        of_tensor = [(*t.shape, *t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in tensors]
-        numbers = (number for several in of_tensor for number in several)
+        given = {storage_of(t) for node in self.primals for t in tensors_of(node) if t is not None}
+        numbers = [number for t in tensors for number in (*t.shape, *t.stride())]
+        numbers += [t.untyped_storage().nbytes() for t in tensors if storage_of(t) not in given]
         symbols = {symbol for n in numbers if isinstance(n, SYMBOLS) for symbol in expression_of(n).free_symbols}
         return tuple(place for place, symbol in enumerate(self.symbols) if symbol in symbols)
+
+    def shaping_of(self, dims: Dims) -> Dims:
+        """Return those of the symbolic sizes on which the shape, strides or storage of some tensor depend."""
+        return tuple(dims[place] for place in self.shaping)
 
     @property
     def dims(self) -> Dims:

@@ -145,10 +145,9 @@ class PlansOfSizes:
         return others.plan(dims, keep=bool(changed))
 
     def described(self, dims: Dims) -> str:
-        """Return the sizes as text, such as `tokens[1] = 300`."""
-        return ", ".join(
-            f"{_named(*dimension)} = {dim}" for dimension, dim in zip(self._dimensions, dims, strict=True)
-        )
+        """Return the sizes that shape tensors as text, such as `tokens[1] = 300`; all, if none does."""
+        places = self._graph.shaping or range(len(dims))
+        return ", ".join(f"{_named(*self._dimensions[place])} = {dims[place]}" for place in places)
 
     def resized(self, dims: Dims, sizes: Mapping[str, object]) -> Dims:
         """Return all symbolic sizes after the user changed some of them; `dims` are the sizes before.
@@ -217,7 +216,7 @@ class PlansOfSizes:
         """
         if not isinstance(self._options.budget, Percent):
             return None
-        if self._range and all(dim <= most for dim, most in zip(dims, self._range.dims, strict=True)):
+        if self._range and all(dims[place] <= self._range.dims[place] for place in self._graph.shaping):
             return self._range
         largest = tuple(self._largest(place, dims) for place in range(len(dims)))
         at_largest = joint if largest == dims else self._graph.at(largest)

@@ -108,7 +108,8 @@ class CalledGraph:
         self._numbers: Callable[[Dims], Numbers] | None = None
         if symbolic is not None:
             self._numbers = lru_cache(REMEMBERED)(symbolic.numbers)
-        now = symbolic.dims if symbolic else ()
+        now = symbolic.shaping_of(symbolic.dims) if symbolic else ()
+        # by the sizes that shape tensors
         self._at: dict[Dims, SizedPrograms] = {now: SizedPrograms.of(joint, costs, programs, keep_all)}
         self.random = any(op.random for op in joint.ops)
         self.runs_again = may_run_again and runs_again(joint)
@@ -133,7 +134,8 @@ class CalledGraph:
 
     def at(self, dims: Dims) -> SizedPrograms:
         """Return the programs, in the same order, with their bytes and seconds at these input sizes."""
-        if dims not in self._at:
+        shaping = self._sizes.shaping_of(dims) if self._sizes else dims
+        if shaping not in self._at:
             assert self._sizes is not None
             with real_tensors():
                 joint = self._sizes.at(dims)
@@ -142,8 +144,8 @@ class CalledGraph:
             if len(self._at) > REMEMBERED:
                 del self._at[next(reversed(self._at))]
             known = next(iter(self._at.values()))
-            self._at[dims] = SizedPrograms.of(joint, costs, known.programs, known.keep_all)
-        return self._at[dims]
+            self._at[shaping] = SizedPrograms.of(joint, costs, known.programs, known.keep_all)
+        return self._at[shaping]
 
     def emitted(self, number: int) -> Emitted:
         """Return the fx graphs generated for the program with index `number`."""

@@ -116,7 +116,7 @@ class Sized:
         The list is emptied, so that its tensors can be freed.
         """
         dims = self._dims(arguments)
-        number = self._chosen.get(self._shaping(dims))
+        number = self._chosen.get(self._graph.shaping_of(dims))
         if number is None:
             number = self.choose(arguments)
         numbers = self._numbers(dims)
@@ -163,7 +163,7 @@ class Sized:
             self._orders.append(replace(order, layout=replace(order.layout, graph=self._symbolic)))
         if len(self._chosen) >= MOST_SIZES:
             self._chosen.clear()
-        number = self._chosen[self._shaping(dims)] = self._number_of[_key(order)]
+        number = self._chosen[self._graph.shaping_of(dims)] = self._number_of[_key(order)]
         self._emitted.never_overwriting(plan.costs.fresh)
         self._on_plan(plan)
         return number
@@ -197,9 +197,6 @@ class Sized:
 
     def _dims(self, arguments: Sequence[Any]) -> Dims:
         return tuple(int(arguments[place]) for place in self._graph.places)
-
-    def _shaping(self, dims: Dims) -> Dims:
-        return tuple(dims[place] for place in self._graph.shaping)
 
     def _as_emitted(self, fitting: Sequence[Candidate]) -> Candidate:
         """Return the fastest candidate, or one nearly as fast whose graphs exist already.
