@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
+from unittest import mock
 
 import torch
 from torch import fx
@@ -437,6 +438,7 @@ def strides_of_view(shape: Sequence[Any], strides: Sequence[Any], new: Sequence[
     return None if left else made[::-1]
 
 
+RUNTIME = (__file__, os.path.join(os.path.dirname(__file__), "runtime", ""))
 _steps = itertools.count(1)
 
 
@@ -490,10 +492,17 @@ def _captured_by(
 ) -> Callable[..., Any]:
     """Return a function that calls `forward`, and passes frames that have no graph yet to `capture`.
 
+    What a backward calls, if `forward` runs one, and what the runtime of fxremat does around it, stays Python: of
+    `torch/_dynamo/types.py`, `ConvertFrameReturn` (torch 2.11, 2.13).
+
     Args:
         capture: called with dynamo's own callback for such frames, and the arguments for it.
     """
     import torch._dynamo
+    from torch._dynamo import types
+
+    dynamo: Any = types
+    skip = dynamo.FrameExecStrategy(dynamo.FrameAction.SKIP, dynamo.FrameAction.SKIP)  # the function, and what it calls
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
@@ -503,8 +512,11 @@ def _captured_by(
     inner = context.callback
 
     @functools.wraps(inner)
-    def callback(*args: Any, **kwargs: Any) -> Any:
-        return capture(inner, *args, **kwargs)
+    def callback(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        code = frame.f_code
+        if code is not call.__code__ and (in_backward() or code.co_filename.startswith(RUNTIME)):
+            return dynamo.ConvertFrameReturn(skip, apply_to_code=False)
+        return capture(inner, frame, *args, **kwargs)
 
     callback._torchdynamo_orig_backend = inner  # type: ignore[attr-defined]
     context.callback = callback
@@ -570,6 +582,12 @@ def compiled_in_parts(
     return _captured_by(capture, forward, backend, name, fullgraph=False)
 
 
+def in_backward() -> bool:
+    """Tell whether this thread runs a backward: `torch._C._current_graph_task_id` (torch 2.11, 2.13)."""
+    autograd: Any = torch._C
+    return bool(autograd._current_graph_task_id() != -1)
+
+
 @contextlib.contextmanager
 def traced_torch_modules() -> Iterator[None]:
     """Within this context, let dynamo trace composite modules of torch.nn that Python code calls, such as Sequential.
@@ -592,32 +610,37 @@ def traced_torch_modules() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_generators_left_to_python() -> Iterator[None]:
-    """Within this context, dynamo ends a graph before each draw from a `random.Random` that the model has.
+def left_to_python() -> Iterator[None]:
+    """Within this context, let dynamo end a graph before each call of methods that it would trace wrongly.
 
-    dynamo would write the state that it saw into the graph, so that each call gives the same number
-    (`RandomVariable.call_method` of `torch/_dynamo/variables/misc.py`, torch 2.11, 2.13).
+    * of a `random.Random` that the model has. dynamo would write the state that it saw into the graph, so that each
+      call gives the same number (`RandomVariable.call_method` of `torch/_dynamo/variables/misc.py`, torch 2.11, 2.13).
+    * `Tensor.backward`. Forward and backward would be one graph without gradients, which is not planned; and a loss
+      that an earlier graph returned has no leaves that dynamo knows, so that no gradient would be written
+      (`TensorVariable.method_backward` of `torch/_dynamo/variables/tensor.py`, torch 2.11, 2.13).
     """
     from torch._dynamo.exc import unimplemented
     from torch._dynamo.variables.misc import RandomVariable
+    from torch._dynamo.variables.tensor import TensorVariable
 
-    own = RandomVariable.call_method
+    draw = RandomVariable.call_method
 
     def call_method(self: Any, tx: Any, name: str, *arguments: Any) -> Any:
         if self.source is None:
-            return own(self, tx, name, *arguments)
-        return unimplemented(
-            gb_type="random.Random of the model",
-            context=f"{self} {name}",
-            explanation="Its state changes from call to call.",
-            hints=[],
-        )
+            return draw(self, tx, name, *arguments)
+        return refused("random.Random of the model", f"{self} {name}", "Its state changes from call to call.")
 
-    RandomVariable.call_method = call_method  # type: ignore[assignment, method-assign]
-    try:
+    def method_backward(self: Any, tx: Any, *arguments: Any, **named: Any) -> Any:
+        return refused("Tensor.backward in the model", f"{self}", "It runs the backward of the graphs before it.")
+
+    def refused(kind: str, context: str, explanation: str) -> Any:
+        return unimplemented(gb_type=kind, context=context, explanation=explanation, hints=[])
+
+    with (
+        mock.patch.object(RandomVariable, "call_method", call_method),
+        mock.patch.object(TensorVariable, "method_backward", method_backward),
+    ):
         yield
-    finally:
-        RandomVariable.call_method = own  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -826,7 +849,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     shape_config: Any = _config
     apart = shape_config.patch(use_duck_shape=False)
     quiet = silent("torch._subclasses.fake_tensor", METRICS)
-    with dynamo_config.patch(known), apart, _remainders_refused(), own_generators_left_to_python(), quiet:
+    with dynamo_config.patch(known), apart, _remainders_refused(), quiet, left_to_python():
         yield
 
 

@@ -57,7 +57,7 @@ class Step:
     node: Node  # the latest graph call, as a node in the tree of known sequences of calls
     meter: Meter
     measured: bool  # True if memory is measured at each moment, with the peaks in between
-    # id of a parameter -> bytes of its gradient, for gradients that existed before the step
+    # id of a parameter -> bytes of its gradient, for gradients that existed before the first call of a graph
     added: dict[int, int] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)

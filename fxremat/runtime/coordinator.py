@@ -118,10 +118,9 @@ class Coordinator:
         self.plans.renew()
         self.steps += 1
         measured = self._unsettled > 0 and self._in_vain < MOST_IN_VAIN
-        added = {}
-        if measured:
-            added = {id(p): p.nbytes for _, p in self._parameters() if p.grad is not None}
-        self._step = Step(self, self.plans.root, meter_of(self.device, peaks=measured), measured, added)
+        meter = meter_of(self.device, peaks=measured)
+        added = {} if meter.level() is None else {id(p): p.nbytes for p in self._with_gradient}
+        self._step = Step(self, self.plans.root, meter, measured, added)
         before, current.runner = current.runner, self
         try:
             yield
@@ -200,6 +199,8 @@ class Coordinator:
             names = {id(parameter): name for name, parameter in self._parameters()}
             name = graph.name_with(names.get(id(primal)) for primal in primals)
             self.plans.name(node, name, functions_in_python())
+        if step.added and not step.calls:
+            self._without_freed_gradients(step)
         step.note("forward", node)
         if not node.measured:
             node.assume(step.meter.level(), step.saved, step.calls[-1].node if step.calls else None)
@@ -213,6 +214,15 @@ class Coordinator:
         step.node = node
         step.note("ran", node)
         return outputs, token
+
+    @property
+    def _with_gradient(self) -> Iterator[torch.Tensor]:
+        return (parameter for _, parameter in self._parameters() if parameter.grad is not None)
+
+    def _without_freed_gradients(self, step: Step) -> None:
+        """Let a step begin without the gradients that the model has freed before its first graph, by `zero_grad()`."""
+        before, step.added = step.added, {id(p): p.nbytes for p in self._with_gradient}
+        step.meter.lower_base(sum(before.values()) - sum(step.added.values()))
 
     def _make_room(self, step: Step, known: int, need: int, node: Node, keep: Call | None = None) -> None:
         """Make graph calls free their saved tensors until `need` more bytes fit; only the call `keep` keeps them.

@@ -245,7 +245,7 @@ class Backend:
         backend = aot_backend(
             fw_compiler=lambda graph, _: self._forward(graph, made[-1]),
             bw_compiler=lambda graph, _: made.pop().backward_of(graph),
-            inference_compiler=lambda graph, _: boxed(graph),
+            inference_compiler=partial(self._without_gradient, module),
             partition_fn=partial(self._partition, made=made, again=again),
         )
         before = len(self._called_with)
@@ -263,6 +263,16 @@ class Backend:
         if self.coordinator is None:
             compiled = LossMeter(compiled, trained, self._take_loss)
         return telling_unused(compiled, trained) if len(trained) > 1 or again else compiled
+
+    def _without_gradient(self, module: fx.GraphModule, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        """Return the function of a graph whose outputs need no gradient; it is not planned."""
+        if module.graph.find_nodes(op="call_function", target=torch.autograd.grad):
+            log.warning(
+                "%s calls torch.autograd.grad, and nothing that the graph returns is differentiated: it runs without a "
+                "budget. Return the loss and differentiate it outside, or call its backward()",
+                self.model,
+            )
+        return boxed(graph)
 
     def _traced(self, trace: Callable[[], Callable[..., Any]], inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the compiled step; trace it again while measured strides differ from those that it was traced with.

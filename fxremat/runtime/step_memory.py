@@ -54,6 +54,9 @@ class Meter(ABC):
     def level(self) -> int | None:
         """Return the bytes that are allocated now; None if that is not known."""
 
+    def lower_base(self, size: int) -> None:  # noqa: B027 - most meters have nothing to do
+        """Count memory from a level that is `size` bytes lower than the one at which the step began."""
+
     def leave(self, outside: int) -> None:  # noqa: B027 - most meters have nothing to do
         """Record that the forward of the model has ended.
 
@@ -104,6 +107,10 @@ class Counted(Meter):
     def level(self) -> int:
         """Return the bytes that are allocated now."""
         return self._kind.allocated(self._device) - self._base
+
+    def lower_base(self, size: int) -> None:
+        """Count memory from a level that is `size` bytes lower than the one at which the step began."""
+        self._base -= size
 
     def border(self, *, in_backward: bool = False) -> Border:
         """Return a border, with its numbers."""
@@ -183,6 +190,11 @@ class Recorded(Meter):
         if self._record is not None:
             self._read()
         return self._level
+
+    def lower_base(self, size: int) -> None:
+        """Count memory from a level that is `size` bytes lower than the one at which the step began."""
+        self._level += size
+        self._top += size
 
     def border(self, *, in_backward: bool = False) -> Border:
         """Return a border; within the backward it gets its numbers later."""

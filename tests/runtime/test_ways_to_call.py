@@ -110,3 +110,75 @@ def test_unpooled_images_in_channels_last_are_within_the_budget() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     model.zero_grad()
     assert peak_bytes(lambda: ours(x).backward()) <= ours.plan.budget
+
+
+class Manual(nn.Module):
+    """A model whose `training_step` runs its own backward, with an optimizer or without."""
+
+    def __init__(self, optimizer: bool, broken: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(32, 32), nn.GELU())))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1, momentum=0.9) if optimizer else None
+        self.broken = broken
+
+    def training_step(self, x: Tensor) -> Tensor:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        loss = self.net(x).square().mean()
+        if self.broken:
+            torch._dynamo.graph_break()
+        loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return loss.detach()
+
+
+@pytest.mark.parametrize(("optimizer", "broken"), [(True, False), (False, True), (False, False)])
+def test_a_planned_method_may_run_its_own_backward(optimizer: bool, broken: bool) -> None:
+    plain, model = Manual(optimizer, broken), Manual(optimizer, broken)
+    ours = fxremat.compile(model, mem="60%", method="training_step", **QUICK)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            _manual_step(plain, ours, model)
+    assert not [each for each in told if "callback" in str(each.message)], "memory was measured in the backward"
+    assert ours.plan is not None
+    x = torch.randn(256, 32)
+    if not optimizer:
+        model.zero_grad()
+    peak = peak_bytes(lambda: ours.training_step(x))
+    assert peak <= ours.plan.budget
+    assert peak <= ours.plan.predicted_peak <= 1.02 * peak
+
+
+def _manual_step(plain: Manual, ours: Any, model: Manual) -> None:
+    x = torch.randn(256, 32)
+    losses = []
+    for each in (plain, ours):
+        if plain.optimizer is None:
+            each.zero_grad()
+        losses.append(each.training_step(x))
+    assert torch.equal(*losses)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = layers()
+
+    def gradients(self, x: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.net(x).square().mean(), (self.net[0].weight, self.net[2].weight))
+
+
+def test_gradients_that_a_planned_method_takes_itself_are_told_to_have_no_budget(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, x = Inner(), torch.randn(5, 8)
+    ours = fxremat.compile(model, mem="min", method="gradients", **QUICK)
+    assert all(map(torch.equal, ours.gradients(x), model.gradients(x)))
+    assert "calls torch.autograd.grad" in caplog.text
