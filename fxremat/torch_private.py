@@ -1410,11 +1410,14 @@ def depends_on_float(symbol: object) -> bool:
 
 
 def is_float(placeholder: fx.Node) -> bool:
-    """Tell whether an input of dynamo's graph stands for a Python float, which dynamo wraps in a tensor at each call.
+    """Tell whether an input of dynamo's graph stands for a Python number, which dynamo wraps in a tensor at each call.
 
-    Its `meta["grapharg"].source` is a `FloatTensorSource` (torch 2.11, 2.13, 2.14, 2.15).
+    The `source` of its `meta["grapharg"]` is a `FloatTensorSource`, or its `pass_arg_as_tensor` is set, as it is for a
+    number among the model's attributes, and for an array of NumPy (torch 2.11, 2.13, 2.14, 2.15).
     """
-    return type(getattr(placeholder.meta.get("grapharg"), "source", None)).__name__ == "FloatTensorSource"
+    given, shown = placeholder.meta.get("grapharg"), placeholder.meta.get("example_value")
+    wrapped = getattr(given, "pass_arg_as_tensor", False) and isinstance(shown, torch.Tensor) and shown.dim() == 0
+    return wrapped or type(getattr(given, "source", None)).__name__ == "FloatTensorSource"
 
 
 def forget_history(graph: fx.Graph) -> None:

@@ -721,3 +721,27 @@ def test_slices_of_one_long_tensor_are_planned_once(
         assert ours.differences(theirs) == [], number
     assert not resized
     assert "offset" not in str(compiled.plan)
+
+
+class _Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.beta, self.temperature = Stack(2), 0.5, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stack(x) / self.temperature
+        return y.square().mean() + self.beta * y.abs().mean()
+
+
+def test_numbers_that_change_are_not_taken_for_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    plain = _Annealed()
+    model = copy.deepcopy(plain)
+    compiled = fxremat.compile(model, mem="1GB", **QUICK)
+    for number in range(8):
+        for each in (plain, model):
+            each.beta = 0.5 + max(0, number - 1) / 8
+            each.temperature = 1.0 + max(0, number - 4) / 8
+        ours, theirs = step(model, {"x": rows(8)}, compiled), step(plain, {"x": rows(8)})
+        assert ours.differences(theirs) == [], number
+    assert "combinations of input sizes" not in caplog.text

@@ -851,8 +851,8 @@ def _to_trace(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Sequenc
 
 
 def _input_places(placeholders: Sequence[fx.Node]) -> frozenset[int]:
-    """Return the indices of the inputs of dynamo's graph that are not parameters or buffers."""
-    return frozenset(place for place, node in enumerate(placeholders) if not is_state(node))
+    """Return the indices of the inputs of dynamo's graph that are no parameters, buffers or Python numbers."""
+    return frozenset(place for place, node in enumerate(placeholders) if not (is_state(node) or is_float(node)))
 
 
 def _shapes_at(places: Set[int], given: Sequence[Any]) -> str:

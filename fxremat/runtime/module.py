@@ -110,6 +110,10 @@ NO_GRAPHS = (
     "the loop, or what is before and after the line that breaks the graph, into methods of their own"
 )
 NOTHING_TO_PLAN = "there is nothing to plan: the model's forward computes nothing that needs a gradient"
+UNKNOWN_COPY = (
+    "this copy of a compiled module was made without fxremat's knowledge (DataParallel copies modules so); "
+    "use copy.deepcopy, or DistributedDataParallel around the compiled module"
+)
 UNREDUCED = (
     "DistributedDataParallel reduces gradients after the backward, and with Offload(weights=True) the backward updates "
     'the parameters: give Offload(weights=True, updates="step"), which updates them after that, or compile '
@@ -331,6 +335,11 @@ class Rematerialized(_Base):
         plan = _Ours(lambda module: Inside(module).plan)
         fxremat = _Ours(lambda module: Inside(module))
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return an instance of the model's own class, so that `type(compiled)(config)` makes a plain model."""
+        own = next(each for each in cls.__mro__ if not issubclass(each, Rematerialized))
+        return own(*args, **kwargs)
+
     def __init_subclass__(cls, **_: Any) -> None:
         """Do nothing, so that the model's own `__init_subclass__` does not run for the class that fxremat makes."""
 
@@ -345,6 +354,9 @@ class Rematerialized(_Base):
     def compile(self, *_: Any, **__: Any) -> None:
         """Warn that there is nothing to do, since this module already runs planned graphs."""
         warnings.warn("this module is compiled by fxremat.compile; compile() changes nothing", stacklevel=2)
+
+    def _replicate_for_data_parallel(self) -> None:
+        raise FxrematError(UNKNOWN_COPY)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = drop_in(copy.deepcopy(self._fxremat.model, memo), self._fxremat.backend.given)
@@ -600,10 +612,7 @@ def _training_of(module: Any) -> _Training:
     try:
         kept: _Training = module._fxremat
     except AttributeError:
-        raise FxrematError(
-            "this copy of a compiled module was made without fxremat's knowledge (DataParallel copies modules so); "
-            "use copy.deepcopy, or DistributedDataParallel around the compiled module"
-        ) from None
+        raise FxrematError(UNKNOWN_COPY) from None
     return kept
 
 

@@ -233,9 +233,17 @@ def test_what_cannot_be_compiled_says_so(wrong: Callable[[], Any], hint: str) ->
 
 
 def test_a_copy_that_was_made_in_another_way_says_so() -> None:
-    replica = compiled(Stack())._replicate_for_data_parallel()
     with pytest.raises(fxremat.FxrematError, match="DistributedDataParallel"):
-        replica(rows())
+        compiled(Stack())._replicate_for_data_parallel()
+
+
+def test_the_class_of_a_compiled_model_makes_plain_models() -> None:
+    module = compiled(nn.Linear(WIDTH, 3))
+    made = type(module)(WIDTH, 5, bias=False)
+    assert type(made) is nn.Linear
+    assert made(rows()).shape == (len(rows()), 5)
+    assert compiled(made)(rows()).shape == (len(rows()), 5)
+    assert copy.copy(module)(rows()).shape == copy.deepcopy(module)(rows()).shape == (len(rows()), 3)
 
 
 def test_a_torch_compiled_model_is_compiled_itself() -> None:
