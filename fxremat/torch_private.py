@@ -199,6 +199,15 @@ STASHED = "saved_tensor_with_no_vc_check"
 """Key of `Node.meta` of tensors that AOTAutograd keeps in `ctx._tensors_no_vc_check` (torch 2.11, 2.13, 2.14, 2.15)."""
 
 
+def current_node() -> Any:
+    """Return the node of autograd that this thread runs, also in its hooks.
+
+    `torch._C._current_autograd_node` (torch 2.11, 2.13).
+    """
+    autograd: Any = torch._C
+    return autograd._current_autograd_node()
+
+
 def is_compiled_backward(node: Any) -> bool:
     """Tell, by its class, whether an autograd node is the backward of a graph of AOTAutograd (torch 2.11, 2.13)."""
     return type(node).__name__ == "CompiledFunctionBackward"

@@ -85,7 +85,7 @@ def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
         return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))
     assumed = outside_bytes(graph)
     outside = max(said or 0, math.ceil(assumed * seen.peak))
-    root = max(0, math.ceil(assumed * seen.held))
+    root = max(sizes.root, math.ceil(assumed * seen.held))
     return replace(costs, sizes=replace(sizes, outside=outside, root=root))
 
 

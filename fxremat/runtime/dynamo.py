@@ -307,40 +307,50 @@ class Backend:
     def _take_loss(self, loss: MeasuredLoss) -> None:
         """Plan again at the next call if a loss outside the model needs more memory than planned, or much less.
 
+        A loss whose peak was not measured is taken to need what was planned.
+
         The plan of ranks that communicate stays, since they can only plan together, and may measure different losses.
         """
         plan = self.plans[-1]
         known = self.options.loss_seen
         planned = self.options.loss_outside.size or math.ceil(loss.assumed * (known.peak if known else 1))
         held = math.ceil(loss.assumed * known.held) if known else plan.costs.sizes.root
-        more = loss.peak > planned + plan.costs.sizes.root or loss.held > held
+        peak, more = loss.peak, loss.held > held
+        if peak is None:
+            peak, more = planned, more and plan.predicted_peak + loss.held - held > plan.budget
+        else:
+            more = more or peak > planned + plan.costs.sizes.root
         less = loss.exact and known is None and self.options.loss_outside.size is None
-        less = less and _would_gain(plan, planned - loss.peak)
+        less = less and _would_gain(plan, planned - peak)
         if not (more or less):
             return
+        took, aside = format_bytes(peak), format_bytes(planned)
+        told = f"the loss outside the model allocated {took} where {aside} had been set aside"
+        if loss.peak is None:
+            told = f"{format_bytes(loss.held)} of the loss outside the model stay while the model's backward runs"
         if communicates(plan.graph):
             if more and not self._told_of_loss:
                 self._told_of_loss = True
                 log.warning(
-                    "the loss outside the model allocated %s where %s had been set aside, and ranks that share a model "
-                    'keep the plan that they made together: fxremat.compile(..., loss="%s") makes room for it',
-                    format_bytes(loss.peak),
-                    format_bytes(planned),
-                    enough(loss.peak),
+                    "%s, and ranks that share a model keep the plan that they made together: "
+                    'fxremat.compile(..., loss="%s") makes room for it',
+                    told,
+                    enough(peak),
                 )
             return
-        seen = SeenLoss(peak=Fraction(loss.peak, loss.assumed), held=Fraction(max(0, loss.held), loss.assumed))
+        seen = SeenLoss(peak=Fraction(peak, loss.assumed), held=Fraction(max(0, loss.held), loss.assumed))
         if known is not None:
             seen = SeenLoss(peak=max(known.peak, seen.peak), held=max(known.held, seen.held))
         self.options = replace(self.options, loss_seen=seen)
         self.outdated = True
+        if loss.peak is None:
+            log.warning("%s: the next call plans for that", told)
+            return
         log.log(
             logging.WARNING if more else logging.INFO,
-            "the loss outside the model allocated %s where %s had been set aside: the next call plans for that; "
-            'fxremat.compile(..., loss="%s") does from the start',
-            format_bytes(loss.peak),
-            format_bytes(planned),
-            enough(loss.peak),
+            '%s: the next call plans for that; fxremat.compile(..., loss="%s") does from the start',
+            told,
+            enough(peak),
         )
 
     def divide_device_memory(self, model: nn.Module, call: Any) -> None:

@@ -3,12 +3,14 @@
 A plan reserves memory between forward and backward for a loss that it does not know
 (`graphs.accounting.outside_bytes`). On CUDA the loss is measured from the first step on: the counters are read,
 but not reset, when the planned forward has run, and when the first gradient reaches its backward. Steps 1, 2,
-4, 8 and so on are measured, since losses may grow. A CPU's allocator has no counters, so the assumption stays.
+4, 8 and so on are measured, since losses may grow. A CPU's allocator has no counters, so the assumption stays; but in
+the first step the values of the loss are looked for that Python still holds when the model's backward begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from fxremat.device import Ability, kind_of
 from fxremat.graphs.accounting import assumed_for
-from fxremat.torch_private import is_compiled_backward
+from fxremat.torch_private import current_node, is_compiled_backward, storage_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,8 @@ class MeasuredLoss:
     """The measured memory of a loss outside the model, in bytes above what was allocated at the end of the forward."""
 
     assumed: int  # bytes that plans reserve for outputs of these shapes before a loss was measured
-    peak: int  # largest bytes allocated before the model's backward; a lower bound if `exact` is False
+    # largest bytes allocated before the model's backward; a lower bound if `exact` is False; None: not measured
+    peak: int | None
     held: int  # bytes allocated when the model's backward begins, without the gradients of the outputs
     exact: bool  # False if an earlier, higher peak of the process hides the peak of the loss
 
@@ -67,11 +70,14 @@ class LossMeter:
         nodes = (output.grad_fn for output in trained)
         node = next((node for node in nodes if node is not None and is_compiled_backward(node)), None)
         tensors = [output for output in trained if output.dim() > 0]
-        before = levels_of(tensors[0].device) if node is not None and tensors else None
-        if before is None or node is None:
+        if node is None or not tensors:
             return
         device, assumed = tensors[0].device, sum(assumed_for(t.numel(), t.dtype) for t in tensors)
         assumed += sum(assumed_for(t.numel(), t.dtype, trained=False) for t in others)
+        if (before := levels_of(device)) is None:
+            if self.calls == 1:
+                self._look_for_held(node, tensors, assumed)
+            return
         gradients = sum(t.numel() * t.element_size() for t in tensors)
 
         def tell(_: Any) -> None:
@@ -84,3 +90,41 @@ class LossMeter:
             self.tell(MeasuredLoss(assumed=assumed, peak=peak, held=level - start - gradients, exact=exact))
 
         handle = node.register_prehook(tell)
+
+    def _look_for_held(self, node: Any, outputs: Sequence[Tensor], assumed: int) -> None:
+        known = {storage_of(output) for output in outputs}
+
+        def tell(_: Any) -> None:
+            handle.remove()
+            held = {storage_of(each): each.untyped_storage().nbytes() for each in made_from(current_node())}
+            size = sum(count for storage, count in held.items() if storage not in known)
+            self.tell(MeasuredLoss(assumed=assumed, peak=None, held=size, exact=False))
+
+        handle = node.register_prehook(tell)
+
+
+def made_from(node: Any) -> Iterator[Tensor]:
+    """Yield the tensors, apart from single numbers, that Python holds and that were computed from a node's results.
+
+    Costs a look at every object of the process, some tens of milliseconds.
+    """
+    leads = {node: True}
+    for each in gc.get_objects():
+        known = type(each) is Tensor and each.layout is torch.strided and each.numel() > 1
+        if known and each.grad_fn is not None and _leads(each.grad_fn, leads):
+            yield each
+
+
+def _leads(begin: Any, leads: dict[Any, bool]) -> bool:
+    """Tell whether a node of autograd's depends on one that `leads` maps to True, and note the answer for all between.
+    """
+    waiting = [begin]
+    while waiting:
+        node = waiting[-1]
+        before = [each for each, _ in node.next_functions if each is not None]
+        unknown = [each for each in before if each not in leads]
+        if node in leads or not unknown:
+            leads.setdefault(waiting.pop(), any(leads.get(each) for each in before))
+        else:
+            waiting += unknown
+    return leads[begin]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -262,6 +263,45 @@ def test_a_loss_that_takes_less_leaves_its_bytes_to_the_plan(monkeypatch: pytest
     compiled(x).sum().backward()
     assert compiled.plan.costs.sizes.outside == aside // 4 + 8  # type: ignore[union-attr]
     assert compiled.plan is not first
+
+
+class _Deep(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(part for _ in range(16) for part in (nn.Linear(64, 64), nn.GELU())), nn.Linear(64, 64))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_on_a_cpu_values_of_the_loss_that_stay_in_the_backward_are_counted_from_the_second_step_on(
+    kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, labels = torch.randn(512, 64), torch.arange(512) % 64
+    compiled = fxremat.compile(_Deep(), mem="40%", **FAST)
+
+    def step() -> None:
+        logits = compiled(x)
+        scaled = logits / 2
+        loss = F.cross_entropy(scaled if kept else scaled.mul(1), labels)
+        if not kept:
+            del scaled
+        loss.backward()
+
+    peaks = []
+    for _ in range(3):
+        compiled.zero_grad()
+        peaks.append(peak_bytes(step))
+    size = x.nbytes if kept else 0
+    assert peaks[-1] <= compiled.plan.budget
+    assert size <= compiled.plan.costs.sizes.root < size + 100, "and some numbers"
+    assert ("stay while the model's backward runs" in caplog.text) == kept
+    assert len(compiled.fxremat.plans) == 1 + kept
+
+
+def test_a_forward_without_a_backward_is_freed_at_once() -> None:
+    compiled = fxremat.compile(_Deep(), mem="100%", **FAST)
+    out = compiled(torch.randn(512, 64))
+    gone = weakref.ref(out.grad_fn)
+    del out
+    assert gone() is None
 
 
 def test_the_plan_says_what_is_set_aside() -> None:
