@@ -1473,14 +1473,14 @@ def guards_of(symbol: Any) -> list[Any]:
     return [guard.expr for guard in symbol.node.shape_env.guards]
 
 
-def largest_of(symbol: Any) -> int | None:
-    """Return the upper bound of a SymInt; None if it is unbounded.
+def marked_most(given: object) -> dict[int, int]:
+    """Map the dimensions of a tensor to the largest sizes that the user announced by `mark_dynamic(..., max=...)`.
 
-    `ShapeEnv.bound_sympy` gives the range of an expression, as sympy numbers or torch's own `int_oo` (torch 2.11,
-    2.13).
+    They are in the tensor's `_dynamo_dynamic_range` (torch 2.11, 2.13). The range of a symbol would not do: it is also
+    what the model checks, such as its number of positions.
     """
-    upper = symbol.node.shape_env.bound_sympy(symbol.node.expr).upper
-    return int(upper) if upper.is_Integer else None
+    ranges = getattr(given, "_dynamo_dynamic_range", ())
+    return {each.dim: int(each.max) for each in ranges if each.max is not None}
 
 
 def size_now(symbol: Any) -> int:

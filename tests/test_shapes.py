@@ -745,3 +745,24 @@ def test_numbers_that_change_are_not_taken_for_sizes(caplog: pytest.LogCaptureFi
         ours, theirs = step(model, {"x": rows(8)}, compiled), step(plain, {"x": rows(8)})
         assert ours.differences(theirs) == [], number
     assert "combinations of input sizes" not in caplog.text
+
+
+class _WithPositions(nn.Module):
+    """A model with a table of 512 positions, of which the inputs never use more than a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.stack = nn.Embedding(512, WIDTH), Stack(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stack(x + self.positions.weight[: x.shape[1]]).square().mean()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_percent_does_not_refer_to_sizes_that_the_model_merely_allows(dynamic: bool | None) -> None:
+    compiled = fxremat.compile(_WithPositions(), mem="80%", dynamic=dynamic, **QUICK)
+    for length in (16, 12, 9):
+        compiled(torch.randn(32, length, WIDTH)).backward()
+        if length == 16:
+            most = compiled.plan.keep_all_peak
+        assert compiled.plan.budget <= 0.81 * most, length

@@ -54,7 +54,7 @@ from fxremat.planning.facts import estimated_keep_all, facts_of
 from fxremat.planning.graph_programs import as_in_a_step, programs_of, tier_of
 from fxremat.planning.limits import limit_of
 from fxremat.planning.means import seen_before
-from fxremat.planning.sizes import PlansOfSizes, SizedStep
+from fxremat.planning.sizes import Dimension, PlansOfSizes, SizedStep
 from fxremat.planning.step import LargestCall, Reference, Step, TrainedParameters, named
 from fxremat.planning.surveys import order_within_limit
 from fxremat.planning.wishes import wished
@@ -95,7 +95,7 @@ from fxremat.torch_private import (
     is_compiling,
     is_float,
     is_state,
-    largest_of,
+    marked_most,
     never_donate,
     parameter_name,
     real_tensors,
@@ -699,10 +699,12 @@ class Backend:
             for place, node in zip(places, graph.primals, strict=True)
             if place is not None and isinstance(node.meta.get("val"), torch.Tensor)
         }
-        ends = [
-            self.options.longest(name, dim) or largest_of(node.meta["val"])
-            for (name, dim), node in zip(dimensions, graph.inputs, strict=True)
-        ]
+        marked: dict[Dimension, int] = {
+            (input_and_dimension(node, self.input_names)[0], dim): most
+            for node, given in zip(placeholders, self._inputs, strict=True)
+            for dim, most in marked_most(given).items()
+        }
+        ends = [self.options.longest(name, dim) or marked.get((name, dim)) for name, dim in dimensions]
         return PlansOfSizes(graph, joint, dimensions, ends, shapes, self.options, self._largest_call)
 
     def _sized(self, graph: SymbolicGraph, plans: PlansOfSizes) -> Sized:
