@@ -27,7 +27,7 @@ from fxremat.plans import Plan
 from fxremat.runtime.target_kernels import captured_alike
 from fxremat.runtime.varying import positional
 from fxremat.settings import Search
-from fxremat.units import Auto, format_bytes, format_seconds, parse_budget, parse_bytes
+from fxremat.units import Auto, format_bytes, format_seconds, parse_budget, parse_bytes, shortened
 
 Devices = Sequence[str] | Sequence[Device] | Sequence[str | Device]
 
@@ -143,6 +143,8 @@ def compared(devices: Devices, mem: int | str, plan_for: Callable[..., Plan], se
     """
     if isinstance(devices, str):
         raise FxrematError(f"devices is {devices!r}; it is a list of names or Devices, such as [{devices!r}]")
+    if not isinstance(devices, Iterable):
+        raise FxrematError(f"devices is {shortened(devices)}; it is a list of names or Devices")
     known = [Device.named(device) for device in devices]
     if not known:
         raise FxrematError('devices is empty; name devices to compare, such as ["A100", "H200"]')

@@ -40,6 +40,10 @@ def _fits(model: Any = MODEL, **given: Any) -> Any:
         (lambda: _fits(image=224), "image is 224"),
         (lambda: _fits(batch=2), "batch is 2"),
         (lambda: _fits(config={"layers": 3}), "config changes a configuration"),
+        (lambda: _fits(config="layers=3"), "config is 'layers=3'; it maps names"),
+        (lambda: fxremat.compare(MODEL, INPUTS, 5, mem="50%"), "devices is 5; it is a list"),
+        (lambda: fxremat.Schedule.parse(5), "the schedule is 5; it is a text"),
+        (lambda: fxremat.Profile.from_json(5), ".*it is not JSON"),
         (lambda: fxremat.compile(MODEL, mem="50%", solvr="x"), "unknown option 'solvr', did you mean 'solver'?"),
     ],
 )

@@ -132,6 +132,8 @@ class Schedule:
     @classmethod
     def parse(cls, text: str) -> "Schedule":
         """Return the schedule that `text` describes. Raises `InvalidSchedule`, with the first unknown token."""
+        if not isinstance(text, str):
+            raise InvalidSchedule(f"the schedule is {shortened(text)}; it is a text such as 'Fck1 Fall2 B2 Fall1 B1'")
         return cls(tuple(_parse_op(token, place) for place, token in enumerate(text.split(), start=1)))
 
 

@@ -106,6 +106,8 @@ def fits(
     training = training_of(settings)
     if not isinstance(on, str | Device | Sequence):
         raise FxrematError(f"on is {shortened(on)}; it is the name of a device, a Device, or a list of these")
+    if config is not None and not isinstance(config, Mapping):
+        raise FxrematError(f'config is {shortened(config)}; it maps names of settings to values: {{"n_layer": 16}}')
     names = [on] if isinstance(on, str | Device) else [*on]
     if not names:
         raise FxrematError("`on` is an empty list: name a device, such as on=['RTX-4090']")

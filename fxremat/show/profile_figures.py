@@ -74,7 +74,7 @@ class ProfileFigures:
         """
         try:
             data = json.loads(source) if isinstance(source, str) else dict(source)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise _no_profile(f"it is not JSON: {error}") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             known = data.get("format") if isinstance(data, dict) else None
