@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 from unittest import mock
 
 import torch
@@ -1040,6 +1040,8 @@ class AllocationRecord:
     the state of the thread; it can be stopped only outside of it.
     """
 
+    threads: ClassVar[set[int]] = set()  # those that are recorded now
+
     def __init__(self, *, on_host: bool = True) -> None:
         from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
@@ -1048,9 +1050,11 @@ class AllocationRecord:
         self._name = "cpu_memory_usage" if on_host else "cuda_memory_usage"
         self._autograd: Any = torch.autograd
         self._autograd._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *settings))
+        self.threads.add(threading.get_ident())
 
     def stop(self) -> list[int]:
         """Stop recording; return the bytes of each allocation and, negative, of each deallocation, in order."""
+        self.threads.discard(threading.get_ident())
         threads = self._autograd._disable_profiler_legacy()
         events = (event for thread in threads for event in thread if event.kind() == "memory_alloc")
         return [size for event in events if (size := getattr(event, self._name)())]
@@ -1308,6 +1312,11 @@ def not_compiling() -> Iterator[None]:
         yield
     finally:
         compiler._is_compiling_flag = before
+
+
+def is_profiled_by_others() -> bool:
+    """Tell whether a profiler that fxremat has not started records this thread."""
+    return is_profiled() and threading.get_ident() not in AllocationRecord.threads
 
 
 def unprofiled(work: Callable[[], T]) -> T:

@@ -14,6 +14,7 @@ drop their saved tensors, starting with those whose backward comes last.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import ne
@@ -36,7 +37,7 @@ from fxremat.planning.surveys import order_within_limit
 from fxremat.runtime.called_graph import CalledGraph, current
 from fxremat.runtime.calls import Call, Output, Step
 from fxremat.runtime.emitted import Emitted
-from fxremat.runtime.step_memory import meter_of
+from fxremat.runtime.step_memory import Unmeasured, meter_of
 from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.call_programs import CallProgram
 from fxremat.search.paths import Node
@@ -45,14 +46,22 @@ from fxremat.torch_private import (
     backward_keeps_graph,
     functions_in_python,
     holds_gradients,
+    is_profiled_by_others,
     storage_watch,
 )
+
+log = logging.getLogger(__name__)
 
 SETTLED = 2  # number of consecutive steps with nothing new measured, after which steps are no longer measured
 MOST_IN_VAIN = 8  # number of consecutive steps that could not be measured after which measuring is given up
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: an input or an "
     "output of a graph that fxremat runs, whose backward needs it as it was"
+)
+
+PROFILED = (
+    "a profiler records these steps, so that fxremat cannot measure them: until steps run without it, what is "
+    "allocated between the graphs of this model is not planned, and the budget may not hold"
 )
 
 
@@ -80,6 +89,7 @@ class Coordinator:
         self.steps = 0  # number of steps that have begun
         self._step: Step | None = None
         self._unsettled, self._in_vain = SETTLED, 0
+        self._told_of_profiler = False
 
     @property
     def plan(self) -> PlanOfGraphs | None:
@@ -119,6 +129,11 @@ class Coordinator:
         self.steps += 1
         measured = self._unsettled > 0 and self._in_vain < MOST_IN_VAIN
         meter = meter_of(self.device, peaks=measured)
+        if measured and isinstance(meter, Unmeasured) and is_profiled_by_others():
+            measured = False  # later steps are measured instead
+            if not self._told_of_profiler:
+                self._told_of_profiler = True
+                log.warning(PROFILED)
         added = {} if meter.level() is None else {id(p): p.nbytes for p in self._with_gradient}
         self._step = Step(self, self.plans.root, meter, measured, added)
         before, current.runner = current.runner, self

@@ -530,6 +530,19 @@ def test_functions_that_are_resumed_within_other_functions_train() -> None:
         assert_equal_steps(ours, plain, rows(24), torch.tensor([8, 16]))
 
 
+def test_steps_that_a_profiler_records_are_measured_later_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    ours, plain = twins(mem="70%")
+    for _ in range(7):
+        with torch.autograd.profiler.profile(profile_memory=True):
+            assert_equal_steps(ours, plain, rows())
+    assert caplog.text.count("a profiler records these steps") == 1
+    for _ in range(4):
+        assert_equal_steps(ours, plain, rows())
+    measured = peak_of(ours, rows())
+    assert measured <= ours.plan.budget
+    assert measured <= ours.plan.predicted_peak <= measured * 1.02
+
+
 def test_a_step_that_waits_for_its_backward_does_not_disturb_another_model() -> None:
     """Both are measured on this thread; the loss of the first may be held for ever."""
     waiting, _ = twins()
