@@ -17,6 +17,7 @@ from fxremat.fitting.tensor_parallel import part_of_one
 
 LENGTH = 2048  # tokens, where neither the user nor the configuration says fewer
 IMAGE = 224  # pixels, where neither the user nor the configuration says how many
+UNDECLARED = {"head_dim"}  # models read it by `getattr` where the class of their configuration has none
 WITH_LOSS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForImageTextToText")
 
 
@@ -62,7 +63,7 @@ def _check_added(config: Any, added: Sequence[str], name: str) -> None:
         default = type(config)()
     except (TypeError, ValueError):  # a class that is only made of settings
         return
-    for key in added:
+    for key in set(added) - UNDECLARED:
         try:
             functools.reduce(getattr, key.split("."), default)
         except AttributeError:
