@@ -325,17 +325,17 @@ class Backend:
         if not (more or less):
             return
         took, aside = format_bytes(peak), format_bytes(planned)
-        told = f"the loss outside the model allocated {took} where {aside} had been set aside"
+        told, better = f"the loss outside the model allocated {took} where {aside} had been set aside", enough(peak)
         if loss.peak is None:
             told = f"{format_bytes(loss.held)} of the loss outside the model stay while the model's backward runs"
+            better = ""  # a larger loss between forward and backward would make no room there
         if communicates(plan.graph):
             if more and not self._told_of_loss:
                 self._told_of_loss = True
                 log.warning(
-                    "%s, and ranks that share a model keep the plan that they made together: "
-                    'fxremat.compile(..., loss="%s") makes room for it',
+                    "%s, and ranks that share a model keep the plan that they made together%s",
                     told,
-                    enough(peak),
+                    better and f': fxremat.compile(..., loss="{better}") makes room for it',
                 )
             return
         seen = SeenLoss(peak=Fraction(peak, loss.assumed), held=Fraction(max(0, loss.held), loss.assumed))
@@ -343,14 +343,11 @@ class Backend:
             seen = SeenLoss(peak=max(known.peak, seen.peak), held=max(known.held, seen.held))
         self.options = replace(self.options, loss_seen=seen)
         self.outdated = True
-        if loss.peak is None:
-            log.warning("%s: the next call plans for that", told)
-            return
         log.log(
             logging.WARNING if more else logging.INFO,
-            '%s: the next call plans for that; fxremat.compile(..., loss="%s") does from the start',
+            "%s: the next call plans for that%s",
             told,
-            enough(peak),
+            better and f'; fxremat.compile(..., loss="{better}") does from the start',
         )
 
     def divide_device_memory(self, model: nn.Module, call: Any) -> None:
@@ -650,8 +647,9 @@ class Backend:
 
     def _plan_fixed(self, step: Step) -> Plan:
         """Plan a step of fixed sizes, and append the plan to `plans`."""
-        plan = FixedStep(self._as_percent_of_largest(step), self.options).plan()
-        if isinstance(budget := self.options.budget, Percent):
+        step = self._as_percent_of_largest(step)
+        plan = FixedStep(step, self.options).plan()
+        if isinstance(budget := self.options.budget, Percent) and step.reference is None:
             everything = math.ceil(plan.budget * 100 / budget.of_keep_all)
             self._largest_call.note(Reference(bytes=everything, of=step.called_with))
         if step.trained and plan.weights:
