@@ -619,7 +619,7 @@ def traced_torch_modules() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def left_to_python() -> Iterator[None]:
+def methods_left_to_python() -> Iterator[None]:
     """Within this context, let dynamo end a graph before each call of methods that it would trace wrongly.
 
     * of a `random.Random` that the model has. dynamo would write the state that it saw into the graph, so that each
@@ -858,7 +858,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     shape_config: Any = _config
     apart = shape_config.patch(use_duck_shape=False)
     quiet = silent("torch._subclasses.fake_tensor", METRICS)
-    with dynamo_config.patch(known), apart, _remainders_refused(), quiet, left_to_python():
+    with dynamo_config.patch(known), apart, _remainders_refused(), quiet, methods_left_to_python():
         yield
 
 
@@ -1430,8 +1430,8 @@ def depends_on_float(symbol: object) -> bool:
 def is_float(placeholder: fx.Node) -> bool:
     """Tell whether an input of dynamo's graph stands for a Python number, which dynamo wraps in a tensor at each call.
 
-    The `source` of its `meta["grapharg"]` is a `FloatTensorSource`, or its `pass_arg_as_tensor` is set, as it is for a
-    number among the model's attributes, and for an array of NumPy (torch 2.11, 2.13, 2.14, 2.15).
+    The `source` of its `meta["grapharg"]` is a `FloatTensorSource` (torch 2.11, 2.13, 2.14, 2.15), or its
+    `pass_arg_as_tensor` is set, as for a number among the model's attributes and an array of NumPy (torch 2.11, 2.13).
     """
     given, shown = placeholder.meta.get("grapharg"), placeholder.meta.get("example_value")
     wrapped = getattr(given, "pass_arg_as_tensor", False) and isinstance(shown, torch.Tensor) and shown.dim() == 0
