@@ -22,7 +22,8 @@ from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.errors import BudgetTooSmall
 from fxremat.step.communicating import ProgramWithCommunication
 from fxremat.step.layout import Layout
-from fxremat.step.program import Order, Program, order_of
+from fxremat.step.order import order_of
+from fxremat.step.program import Order, Program
 from fxremat.step.step_graph import StepGraph
 from fxremat.step.transferred import ProgramWithTransfers
 

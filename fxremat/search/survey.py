@@ -34,7 +34,7 @@ from fxremat.solvers.registry import JOINS
 from fxremat.solvers.table import Table
 from fxremat.step.costs import Costs
 from fxremat.step.layout import Layout
-from fxremat.step.program import order_of
+from fxremat.step.order import order_of
 from fxremat.step.step_graph import StepGraph
 
 NEAR_LEAST = 1.15  # the last table of a chain covers budgets up to this multiple of the chain's least memory

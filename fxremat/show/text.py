@@ -25,7 +25,8 @@ from fxremat.show.table import WIDTH, clipped
 from fxremat.show.tree import Figures, Row, all_rows, ranges, rows_of, what_it_does
 from fxremat.slices.rewrite import SlicedRegion
 from fxremat.step.communicating import ProgramWithCommunication
-from fxremat.step.program import Role, rematerialize
+from fxremat.step.order import rematerialize
+from fxremat.step.program import Role
 from fxremat.step.step_graph import Kind
 from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.activations import most_on_host

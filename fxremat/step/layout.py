@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
-from fxremat.step.step_graph import StepGraph
+from fxremat.step.step_graph import StepGraph, bits_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,27 @@ class BlockLayout:
     made: frozenset[int]  # all values that the block's forward computes
     # for each option to save the block, the values computed in it that are kept, boundary values included
     saved: tuple[frozenset[int], ...]
+
+
+class BlockBits(NamedTuple):
+    """The ops and values of a block as sets of bits: bit v stands for value v, or for op v."""
+
+    boundary: int
+    saved: tuple[int, ...]
+    made: int
+    ops: int  # the forward ops of the block
+    span: int  # the ops from its first to its last forward op, and its backward ops
+    near_forward: int  # all computed values that its forward may read, write or look for
+    near_backward: int  # the same for its backward, which may run forward ops again
+
+
+class Ran(NamedTuple):
+    """What the forward or backward of a block ran, and what that changed."""
+
+    ops: tuple[int, ...]
+    made: int  # bits of the values that became available
+    ran: int  # bits of the ops that ran
+    waiting: tuple[int, ...]  # backward ops that wait for a gradient which is not computed yet
 
 
 class _Needs(dict[tuple[int, int, bool], frozenset[int]]):
@@ -78,19 +100,41 @@ class Layout:
         return _Needs(self)
 
     @cached_property
-    def runs(self) -> dict[tuple[int, frozenset[int], frozenset[int]], list[int]]:
-        """A cache of lists of ops to run, by (block, values to compute, values of the block that are in memory)."""
-        return {}
+    def bits(self) -> tuple[BlockBits, ...]:
+        """The ops and values of each block as sets of bits."""
+        return tuple(map(self._bits_of, self.blocks))
+
+    def _bits_of(self, block: BlockLayout) -> BlockBits:
+        ops = self.graph.bits
+        span = range(block.forward[0], block.forward[-1] + 1) if block.forward else range(0)
+        boundary, saved, made = bits_of(block.boundary), tuple(map(bits_of, block.saved)), bits_of(block.made)
+        forward = boundary | made
+        for values in saved:
+            forward |= values
+        for index in span:
+            forward |= ops.reads[index] | ops.again_reads[index] | ops.writes[index]
+        backward = forward
+        for index in block.backward:
+            backward |= ops.reads[index] | ops.again_reads[index]
+        return BlockBits(
+            boundary=boundary,
+            saved=saved,
+            made=made,
+            ops=bits_of(block.forward),
+            span=bits_of((*span, *block.backward)),
+            near_forward=forward & ops.computed,
+            near_backward=backward & ops.computed,
+        )
 
     @cached_property
-    def uniform(self) -> frozenset[int]:
-        """The numbers of the blocks whose ops read the same values when recomputed as in their first execution."""
-        ops = self.graph.ops
-        return frozenset(
-            number
-            for number, block in enumerate(self.blocks)
-            if all(ops[op].reads == ops[op].again_reads for op in block.forward)
-        )
+    def held_bits(self) -> int:
+        """The held values as a set of bits."""
+        return bits_of(self.held)
+
+    @cached_property
+    def ran(self) -> dict[tuple[object, ...], Ran]:
+        """A cache of what forwards and backwards of blocks ran, by all that it depends on; see `step.order`."""
+        return {}
 
     def with_options(self, options: Sequence[Sequence[frozenset[int]]]) -> Layout:
         """Return this layout with more save options (1, 2, ...) for each block: sets of values kept for its backward.

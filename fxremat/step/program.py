@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op, Schedule
+from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op
 from fxremat.errors import InvalidSchedule
 from fxremat.step.layout import Layout
 
@@ -130,25 +130,6 @@ class Order:
         """Tell whether one of these ops runs more than once. O(steps)."""
         ran = [op for op in self.ops if op in some]
         return len(ran) > len(set(ran))
-
-
-def order_of(layout: Layout, schedule: Schedule) -> Order:
-    """Return the order in which a schedule of blocks executes ops. O(steps * reads).
-
-    Raises:
-        InvalidSchedule: an op needs a value that the schedule does not keep.
-    """
-    replay = _OrderReplay(layout)
-    for op in schedule.ops:
-        replay.execute(op)
-    replay.check_complete()
-    split = len(replay.ops) if replay.split is None else replay.split
-    return Order(layout=layout, ops=tuple(replay.ops), blocks=tuple(replay.blocks), split=split)
-
-
-def rematerialize(layout: Layout, schedule: Schedule) -> Program:
-    """Expand a schedule into the program that it executes. O(steps * reads). Raises what `order_of` raises."""
-    return order_of(layout, schedule).program()
 
 
 @dataclass(slots=True)
@@ -387,40 +368,3 @@ class Replay:
         role = Role.BACKWARD if op.backward else Role.RECOMPUTE if again else Role.FORWARD
         self.steps.append(Step(index, block, role, reads, writes))
         (self._repeated if again else self.ran).add(index)
-
-
-@dataclass(slots=True)
-class _OrderReplay(Replay):
-    """A faster simulation of a schedule that records only the order of ops."""
-
-    ops: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.current = dict.fromkeys(self.layout.graph.given, 0)
-
-    def _count(self) -> int:
-        return len(self.ops)
-
-    def _missing(self, values: Iterable[int]) -> list[int]:
-        current = self.current
-        return [value for value in values if value not in current]
-
-    def _makers(self, wanted: Iterable[int], block: int) -> list[int]:
-        """Return the ops that compute the wanted values, cached by the wanted and the available values of the block."""
-        if block not in self.layout.uniform:
-            return Replay._makers(self, wanted, block)
-        made = self.layout.blocks[block].made
-        key = (block, frozenset(wanted), frozenset(self.current.keys() & made))
-        known = self.layout.runs.get(key)
-        if known is None:
-            known = self.layout.runs[key] = Replay._makers(self, wanted, block)
-        return known
-
-    def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
-        """Record that an op runs; its results become available."""
-        op = self.layout.graph.ops[index]
-        self.current.update(dict.fromkeys(op.again_writes if index in self.ran else op.writes, 0))
-        self.ops.append(index)
-        self.blocks.append(block)
-        self.ran.add(index)

@@ -15,11 +15,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fxremat.errors import FxrematError
 from fxremat.step.as_json import Unreadable, read, written
@@ -89,6 +89,32 @@ class Op:
     def communicates(self) -> bool:
         """True if all ranks of a group have to run the op, in the same order."""
         return self.kind in (Kind.COLLECTIVE, Kind.GATHER)
+
+
+class OpBits(NamedTuple):
+    """What ops read and write, op by op, as sets of bits: bit v stands for value v.
+
+    Values that no op computes are left out of what is read.
+    """
+
+    computed: int  # all values that ops compute
+    reads: tuple[int, ...]
+    again_reads: tuple[int, ...]  # what a recomputation reads
+    writes: tuple[int, ...]
+    again_writes: tuple[int, ...]
+    gradients: int  # the values that the backward computes
+
+
+def bits_of(numbers: Iterable[int]) -> int:
+    """Return a set of numbers as the bits of an integer.
+
+    >>> bin(bits_of([0, 3]))
+    '0b1001'
+    """
+    bits = 0
+    for number in numbers:
+        bits |= 1 << number
+    return bits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,6 +203,19 @@ class StepGraph:
     def given(self) -> frozenset[int]:
         """The values that no op computes: parameters, inputs, constants, and gradients that autograd passes in."""
         return frozenset(v.index for v in self.values if v.origin in (Origin.PRIMAL, Origin.TANGENT))
+
+    @cached_property
+    def bits(self) -> OpBits:
+        """What each op reads and writes, as sets of bits."""
+        computed, ops = bits_of(v.index for v in self.values if v.index not in self.given), self.ops
+        return OpBits(
+            computed=computed,
+            reads=tuple(bits_of(op.reads) & computed for op in ops),
+            again_reads=tuple(bits_of(op.again_reads) & computed for op in ops),
+            writes=tuple(bits_of(op.writes) for op in ops),
+            again_writes=tuple(bits_of(op.again_writes) for op in ops),
+            gradients=bits_of(v.index for v in self.values if v.origin is Origin.BACKWARD),
+        )
 
     def shares_gradient(self, parameter: int) -> bool:
         """Tell whether others have the memory of a gradient that the step uses itself: the caller, or parameters.

@@ -30,7 +30,7 @@ from fxremat.linearize.lay_out import lay_out
 from fxremat.linearize.save_sets import add_options
 from fxremat.step.costs import OpCost
 from fxremat.step.liveness import live_bytes
-from fxremat.step.program import rematerialize
+from fxremat.step.order import rematerialize
 from tests.dags import Dag, Layer, Recipe, batch, capture
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

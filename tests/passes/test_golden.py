@@ -25,7 +25,7 @@ from fxremat.ops.gathered import Sharing, gather
 from fxremat.passes.lower import lower
 from fxremat.passes.numbers import copy_views_by_number
 from fxremat.passes.pipelines import PASSES, PIPELINES, normalize
-from fxremat.step.program import rematerialize
+from fxremat.step.order import rematerialize
 from fxremat.torch_private import torch_release
 
 pytestmark = pytest.mark.usefixtures("torch_ready")

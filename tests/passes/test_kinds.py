@@ -16,7 +16,8 @@ from fxremat.search.survey import survey
 from fxremat.settings import Offload, Search
 from fxremat.step.kinds import MemoryKind, bytes_by_kind, host_bytes, lives_of
 from fxremat.step.liveness import Sizes, live_bytes, lives
-from fxremat.step.program import Program, Role, rematerialize
+from fxremat.step.order import rematerialize
+from fxremat.step.program import Program, Role
 from tests.dags import few
 from tests.saved_steps import VARIED, saved, surveyed
 from tests.toys import FourLayers

@@ -19,7 +19,8 @@ from fxremat.passes.lower import lower
 from fxremat.step.costs import Costs, Link
 from fxremat.step.layout import Layout
 from fxremat.step.liveness import Sizes
-from fxremat.step.program import Program, Role, rematerialize
+from fxremat.step.order import rematerialize
+from fxremat.step.program import Program, Role
 from fxremat.transfers.activations import swap, trips
 from tests.dags import capture
 

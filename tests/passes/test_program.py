@@ -21,7 +21,8 @@ from fxremat.linearize.lay_out import lay_out
 from fxremat.passes.lower import lower
 from fxremat.search.survey import survey
 from fxremat.step.liveness import live_bytes
-from fxremat.step.program import Program, Role, rematerialize
+from fxremat.step.order import rematerialize
+from fxremat.step.program import Program, Role
 from fxremat.step.step_graph import StepGraph
 from tests.dags import Dag, Recipe, batch, capture, estimated, few, recipes
 from tests.draws import everyday

@@ -19,7 +19,7 @@ from fxremat.linearize.lay_out import lay_out
 from fxremat.ops.seeded import DECOMPOSITIONS, SEEDS
 from fxremat.passes.lower import lower
 from fxremat.passes.seeded_dropout import draw_from_seeds
-from fxremat.step.program import rematerialize
+from fxremat.step.order import rematerialize
 from fxremat.torch_private import aot_backend, differentiate_as_eager, real_tensors, taking_a_list
 from tests.passes.test_rewrites import Drawing, dropout, drops_all, with_a_size
 

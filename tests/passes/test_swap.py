@@ -18,7 +18,8 @@ from fxremat.search.survey import survey
 from fxremat.step.costs import Costs, Link
 from fxremat.step.layout import Layout
 from fxremat.step.liveness import Sizes, live_bytes
-from fxremat.step.program import Program, Role, Transfer, rematerialize
+from fxremat.step.order import rematerialize
+from fxremat.step.program import Program, Role, Transfer
 from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.activations import cap, most_on_host, swap, trips, trips_of
 from fxremat.transfers.copies import need_of

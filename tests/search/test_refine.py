@@ -27,7 +27,8 @@ from fxremat.search.survey import survey
 from fxremat.settings import Search
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import live_bytes
-from fxremat.step.program import Order, rematerialize
+from fxremat.step.order import rematerialize
+from fxremat.step.program import Order
 from fxremat.step.step_graph import StepGraph
 from tests.dags import few
 from tests.draws import everyday

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
-from fxremat.chains.schedule import Keep, Schedule
+from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Schedule, Value
 from fxremat.errors import InvalidSchedule
+from fxremat.linearize.lay_out import lay_out
 from fxremat.step.layout import BlockLayout, Layout
-from fxremat.step.program import Order, Program, Replay, Role, Transfer, rematerialize
+from fxremat.step.order import order_of, rematerialize
+from fxremat.step.program import Order, Program, Replay, Role, Transfer
 from fxremat.step.step_graph import Origin
 from tests.dags import few
-from tests.joints import graph_of, op, orders
+from tests.joints import graph_of, joints, op, orders
 
 PRIMAL, TANGENT, FORWARD, BACKWARD = Origin.PRIMAL, Origin.TANGENT, Origin.FORWARD, Origin.BACKWARD
 
@@ -159,6 +163,63 @@ def test_an_op_that_returns_nothing_runs_once() -> None:
     )
     layout = Layout(graph=joint, blocks=(block,), held=frozenset())
     assert text(rematerialize(layout, Schedule.parse("Fck1 Drop(a1) Fall1 B1"))) == "0 1 (1) | 2"
+
+
+@st.composite
+def layouts(draw: Any) -> Layout:
+    """A random joint graph cut anywhere, some of whose values are held, with a second save option for each block."""
+    joint = draw(joints())
+    joint = replace(joint, ops=tuple(replace(one, again_writes=one.writes) for one in joint.ops))
+    ends = draw(st.sets(st.integers(0, joint.forward_count - 1)))
+    layout = lay_out(joint, sorted(ends))
+    made = sorted(value for block in layout.blocks for value in block.made)
+    layout = replace(layout, held=layout.held | frozenset(value for value in made if draw(st.integers(0, 4)) == 0))
+    options = [[block.saved[0] & block.boundary] for block in layout.blocks]
+    return layout.with_options(options)
+
+
+@st.composite
+def schedules(draw: Any, blocks: int) -> Schedule:
+    """Forwards, backwards and drops of any blocks, in any order; most of them cannot run to the end."""
+    block = st.integers(1, blocks)
+    forward = st.one_of(
+        st.builds(Forward, block, st.sampled_from([Keep.NONE, Keep.CHECKPOINT])),
+        st.builds(Forward, block, st.just(Keep.ALL), st.integers(0, 1)),
+    )
+    drop = st.builds(Drop, st.builds(Value, st.sampled_from(["a", "A"]), block))
+    keep_all = [*(Forward(b, Keep.ALL) for b in range(1, blocks + 1)), *map(Backward, range(blocks, 0, -1))]
+    others = draw(st.lists(st.tuples(st.integers(0, 2 * blocks), st.one_of(forward, drop, st.builds(Backward, block)))))
+    for place, other in others:
+        keep_all.insert(place, other)
+    return Schedule(tuple(keep_all))
+
+
+def _outcome(run: Callable[[], Sequence[tuple[int, int]]]) -> object:
+    try:
+        return run()
+    except InvalidSchedule as error:
+        return str(error)
+
+
+@few(300)
+@given(st.data())
+def test_an_order_is_that_of_the_replay_with_versions(data: Any) -> None:
+    """Several schedules of one layout, so that what a block ran before is remembered."""
+    layout = data.draw(layouts())
+    for schedule in data.draw(st.lists(schedules(len(layout.blocks)), min_size=1, max_size=4)):
+
+        def as_before(schedule: Schedule = schedule) -> Sequence[tuple[int, int]]:
+            replay = Replay(layout)
+            for one in schedule.ops:
+                replay.execute(one)
+            replay.check_complete()
+            return [(step.op, step.block) for step in replay.steps]
+
+        def on_bits(schedule: Schedule = schedule) -> Sequence[tuple[int, int]]:
+            order = order_of(layout, schedule)
+            return list(zip(order.ops, order.blocks, strict=True))
+
+        assert _outcome(on_bits) == _outcome(as_before)
 
 
 def towers() -> Layout:

@@ -1,0 +1,234 @@
+"""The order of ops that a schedule of blocks executes, replayed on sets of bits.
+
+The result is that of `step.program.Replay`, which also numbers the versions of values. A survey replays hundreds of
+schedules of one layout, in which a block finds the same values in memory again and again: what its forward or backward
+ran then is remembered, so that most operations of a schedule are one look-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op, Schedule
+from fxremat.errors import InvalidSchedule
+from fxremat.step.layout import Layout, Ran
+from fxremat.step.program import Order, Program
+from fxremat.step.step_graph import bits_of
+
+
+def order_of(layout: Layout, schedule: Schedule) -> Order:
+    """Return the order in which a schedule of blocks executes ops.
+
+    O(operations of the schedule) where a block ran before with the same values in memory, else O(reads of its ops).
+
+    Raises:
+        InvalidSchedule: an op needs a value that the schedule does not keep.
+    """
+    replay = _Replay(layout)
+    for op in schedule.ops:
+        replay.execute(op)
+    replay.check_complete()
+    split = len(replay.ops) if replay.split is None else replay.split
+    return Order(layout=layout, ops=tuple(replay.ops), blocks=tuple(replay.blocks), split=split)
+
+
+def rematerialize(layout: Layout, schedule: Schedule) -> Program:
+    """Expand a schedule into the program that it executes. O(steps * reads). Raises what `order_of` raises."""
+    return order_of(layout, schedule).program()
+
+
+class _Counts:
+    """How many stored items contain each value, for all values at once: bit k of a count is in the k-th set of bits."""
+
+    def __init__(self) -> None:
+        self._digits: list[int] = []
+
+    def add(self, values: int) -> None:
+        """Count each of these values once more."""
+        for place, digit in enumerate(self._digits):
+            self._digits[place] = digit ^ values
+            values &= digit
+        if values:
+            self._digits.append(values)
+
+    def subtract(self, values: int) -> None:
+        """Count each of these values, which were counted before, once less."""
+        for place, digit in enumerate(self._digits):
+            self._digits[place] = digit ^ values
+            values &= ~digit
+
+    @property
+    def positive(self) -> int:
+        """The values that are counted at least once."""
+        positive = 0
+        for digit in self._digits:
+            positive |= digit
+        return positive
+
+
+@dataclass(slots=True)
+class _Replay:
+    """The state while a schedule is replayed: the values in memory, the items that are stored, and the order so far."""
+
+    layout: Layout
+    ops: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    split: int | None = None
+    _current: int = 0  # the values that are available, besides those that no op computes
+    _ran: int = 0  # ops that ran at least once
+    _covers: _Counts = field(default_factory=_Counts)  # how many stored items contain a value
+    _stored: dict[tuple[str, int], int] = field(default_factory=dict)
+    _waiting: tuple[int, ...] = ()  # backward ops that wait for a gradient which is not computed yet
+
+    def execute(self, op: Op) -> None:
+        """Run one operation of a schedule, except copies, which raise `InvalidSchedule`."""
+        match op:
+            case Forward(block, keep, option):
+                self._forward(block - 1, keep, option)
+            case Backward(block):
+                self._backward(block - 1)
+            case Drop(value):
+                self._discard(value.kind, value.index - 1)
+            case _:
+                raise InvalidSchedule(f"{op} needs a host to go to: compile with offload=True")
+
+    def check_complete(self) -> None:
+        """Raise `InvalidSchedule` if backward ops still wait for a gradient."""
+        if self._waiting:
+            name = self.layout.graph.ops[self._waiting[0]].name
+            raise InvalidSchedule(f"the schedule ends before {name} has the gradients that it reads")
+
+    def _forward(self, block: int, keep: Keep, option: int) -> None:
+        saved, bits = self.layout.blocks[block].saved, self.layout.bits[block]
+        if keep is Keep.ALL and option >= len(saved):
+            raise InvalidSchedule(f"block {block + 1} has {len(saved)} options, not {option + 1}")
+        kept = option if keep is Keep.ALL else -1
+        self._take((block, kept, self._current & bits.near_forward, self._ran & bits.span), block, kept)
+        if keep is Keep.ALL:
+            self._store(("A", block), bits.saved[option] | bits.boundary)
+        else:
+            self._store(("a", block), bits.boundary)
+        if keep is Keep.NONE:
+            self._discard("a", block - 1)
+        self._free(bits.made)
+
+    def _backward(self, block: int) -> None:
+        if self.split is None:
+            self.split = len(self.ops)
+        bits = self.layout.bits[block]
+        near = bits.near_backward, bits.span
+        if self._waiting:  # ops that wait may belong to other blocks, and read their values
+            near = -1, -1
+        self._take((block, self._waiting, self._current & near[0], self._ran & near[1]), block, None)
+        self._discard("A", block)
+        self._discard("a", block - 1)
+        self._discard("a", block)
+        self._free(bits.made)
+
+    def _take(self, key: tuple[object, ...], block: int, kept: int | None) -> None:
+        """Run the forward of a block for one of its save options, or its backward if `kept` is None.
+
+        Args:
+            key: all that decides which ops this runs.
+        """
+        ran = self.layout.ran.get(key)
+        if ran is None:
+            runner = _Runner(self.layout, block, self._current, self._ran, self._waiting)
+            runner.backward() if kept is None else runner.forward(kept)
+            made, new = runner.current & ~self._current, runner.ran & ~self._ran
+            ran = self.layout.ran[key] = Ran(tuple(runner.ops), made, new, tuple(runner.waiting))
+        self.ops += ran.ops
+        self.blocks += [block] * len(ran.ops)
+        self._current |= ran.made
+        self._ran |= ran.ran
+        self._waiting = ran.waiting
+
+    def _store(self, item: tuple[str, int], values: int) -> None:
+        self._covers.add(values)
+        self._discard(*item)  # replaces an item that is stored already; values in both the old and the new one stay
+        self._stored[item] = values
+
+    def _discard(self, kind: str, block: int) -> None:
+        """Discard the stored output ("a") or save set ("A") of a block; do nothing if it is not stored."""
+        if values := self._stored.pop((kind, block), 0):
+            self._covers.subtract(values)
+            self._free(values)
+
+    def _free(self, values: int) -> None:
+        """Free those of the values that no stored item contains, and that are not held whatever is stored."""
+        self._current &= ~values | self._covers.positive | self.layout.held_bits
+
+
+class _Runner:
+    """Runs the forward or backward of one block op by op."""
+
+    def __init__(self, layout: Layout, block: int, current: int, ran: int, waiting: Sequence[int]) -> None:
+        self.layout, self.block, self.bits = layout, block, layout.graph.bits
+        self.current, self.ran, self.waiting = current, ran, [*waiting]
+        self.ops: list[int] = []
+
+    def forward(self, kept: int) -> None:
+        """Compute the values of a save option, or those of the block's output if `kept` is -1."""
+        layout, block = self.layout, self.block
+        first = not self.ran & layout.bits[block].ops
+        if first:
+            for index in layout.blocks[block].forward:  # ops without outputs, such as assertions, run only once
+                if not self.bits.writes[index]:
+                    self._run(index)
+        self._need(bits_of(layout.needs[block, kept, first]) & self.bits.computed)
+
+    def backward(self) -> None:
+        """Run the backward ops of the block, and those that waited before, unless gradients that they read are missing.
+        """
+        self._run_ready([*self.waiting, *self.layout.blocks[self.block].backward])
+        if self.waiting:
+            self._run_ready(self.waiting)
+
+    def _run_ready(self, backward: Iterable[int]) -> None:
+        """Run these backward ops, except those that read a gradient which a later backward computes: they wait.
+
+        Random ops keep their order: one waits while an earlier one does.
+        """
+        self.waiting, ops = list[int](), self.layout.graph.ops
+        for index in backward:
+            behind = ops[index].random and any(ops[other].random for other in self.waiting)
+            if behind or self.bits.reads[index] & self.bits.gradients & ~self.current:
+                self.waiting.append(index)
+            else:
+                self._run(index)
+
+    def _run(self, index: int) -> None:
+        if missing := self._missing(index):
+            self._need(missing)
+        self.current |= (self.bits.again_writes if self.ran >> index & 1 else self.bits.writes)[index]
+        self.ran |= 1 << index
+        self.ops.append(index)
+
+    def _missing(self, index: int) -> int:
+        """Return the values that an op reads and that are not available."""
+        return (self.bits.again_reads if self.ran >> index & 1 else self.bits.reads)[index] & ~self.current
+
+    def _need(self, wanted: int) -> None:
+        """Compute the wanted values by running ops of the block in forward order."""
+        for index in self._makers(wanted):
+            self._run(index)
+
+    def _makers(self, wanted: int) -> list[int]:
+        """List the ops, in forward order, that compute the wanted values and all missing inputs of these."""
+        graph, forward = self.layout.graph, self.layout.blocks[self.block].forward
+        makers, missing = set[int](), wanted & ~self.current
+        while missing:
+            value = missing & -missing
+            missing ^= value
+            producer = graph.values[value.bit_length() - 1].producer
+            assert producer is not None
+            if producer not in makers:
+                makers.add(producer)
+                missing |= self._missing(producer)
+        ordered = sorted(makers)
+        for index in (ordered[0], ordered[-1]) if ordered else ():
+            if not forward or index < forward[0] or index > forward[-1]:
+                name = graph.ops[index].name
+                raise InvalidSchedule(f"block {self.block + 1} needs {name}, which belongs to another block")
+        return ordered
