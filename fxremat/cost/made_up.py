@@ -80,8 +80,11 @@ def tensor_like(tensor: torch.Tensor, index_limit: int = 1) -> torch.Tensor:
     count = max(_span(tensor), tensor.untyped_storage().nbytes() // size)
     if count == 0:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    pattern = _pattern(tensor, min(count, PATTERN), index_limit)
-    data = pattern.to(tensor.dtype).repeat(-(-count // pattern.numel()))[:count].clone()
+    pattern = _pattern(tensor, min(count, PATTERN), index_limit).to(tensor.dtype)
+    data = torch.empty(count, dtype=tensor.dtype, device=tensor.device)
+    whole = count - count % pattern.numel()
+    data[:whole].view(-1, pattern.numel()).copy_(pattern)
+    data[whole:].copy_(pattern[: count - whole])
     return data.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 

@@ -37,6 +37,7 @@ from fxremat.cost.devices import Device
 from fxremat.cost.estimate import cost_of
 from fxremat.cost.layouts import LayoutsDiffer, Strides, key_of, otherwise_than_shown
 from fxremat.cost.made_up import Call, call_of
+from fxremat.cost.made_up_results import MadeUpResults
 from fxremat.cost.walk import Walk, given_inputs
 from fxremat.device import KINDS, Ability, accelerates, kind_of
 from fxremat.errors import FxrematError
@@ -270,6 +271,9 @@ def _measure(
             walk = Walk(joint, given_inputs(joint, inputs), ops)
             visitor = _Visitor(joint, walk, device, cache, bar, wanted, fresh, ranks)
             ended = _walked(visitor, alone=len(ranks.ranks) == 1)
+            if not ended and visitor.made_up.count:  # an op may have raised for data that the walk has made up
+                visitor = _Visitor(joint, walk, device, cache, bar, wanted, fresh, ranks, may_make_up=False)
+                ended = _walked(visitor, alone=len(ranks.ranks) == 1)
             if visitor.differing and (walk.impossible_views or not ended):
                 return visitor.differing, fresh
             fresh = frozenset(visitor.fresh)
@@ -333,7 +337,10 @@ class _Visitor:
         wanted: dict[str, Op],
         fresh: Set[int],
         ranks: Agreement,
+        *,
+        may_make_up: bool = True,
     ) -> None:
+        self.made_up = MadeUpResults(joint, cache, allowed=may_make_up and len(ranks.ranks) == 1)
         self.joint, self.walk, self.device, self.cache, self.bar = joint, walk, device, cache, bar
         self.ranks = ranks
         self.wanted = wanted  # key -> op, for the ops that are still to be measured
@@ -359,11 +366,16 @@ class _Visitor:
         fresh = op.index in self.fresh
         key = op_key(self.joint.nodes[op.index], fresh=fresh)
         if self.wanted.pop(key, None) is None and not _is_unknown(op, key, self.cache):
-            return call()
+            result = self.made_up.instead_of(op, key)
+            if result is None:
+                result = call()
+                self.made_up.note(op, key, call, result)
+            return result
         cost, result = measured(self.joint.nodes[op.index], call, self.device, fresh=fresh)
         self.cache.keep_op(key, cost)
         if op.communicates:
             _measured_here.add(key)
+        self.made_up.note(op, key, call, result)
         next(self.bar, None)
         return result
 
