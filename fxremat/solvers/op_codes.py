@@ -4,6 +4,8 @@ A code is 8 * number + kind, where the number is a block, or for SAVE an option 
 stored in an array whose first entry is the number of codes that follow.
 """
 
+from functools import cache
+
 import numpy as np
 
 from fxremat.chains.chain import Chain
@@ -39,25 +41,30 @@ def emit_pass(codes: Ints, s: int, j: int) -> Ints:
 def decode(chain: Chain, codes: Ints) -> Schedule:
     """Return the schedule that an array of codes stands for."""
     saves = [
-        Forward(number, Keep.ALL, option)
+        _saving(number, option)
         for number, block in enumerate(chain.blocks, start=1)
         for option in range(len(block.choices))
     ]
-
-    def op(code: int) -> Op:
-        number, kind = divmod(code, 8)
-        match kind:
-            case 0:
-                return Forward(number, Keep.NONE)
-            case 1:
-                return Forward(number, Keep.CHECKPOINT)
-            case 2:
-                return saves[number]
-            case 3:
-                return Backward(number)
-            case _:
-                return Drop(Value("a", number))
-
     listed = codes[1 : codes[0] + 1].tolist()
-    ops = {code: op(code) for code in set(listed)}
+    ops = {code: saves[code // 8] if code % 8 == SAVE else _op(code) for code in set(listed)}
     return Schedule(tuple(ops[code] for code in listed))
+
+
+@cache
+def _saving(block: int, option: int) -> Forward:
+    return Forward(block, Keep.ALL, option)
+
+
+@cache
+def _op(code: int) -> Op:
+    """Return the op of a code other than SAVE; tables of one chain have the same few ops again and again."""
+    number, kind = divmod(code, 8)
+    match kind:
+        case 0:
+            return Forward(number, Keep.NONE)
+        case 1:
+            return Forward(number, Keep.CHECKPOINT)
+        case 3:
+            return Backward(number)
+        case _:
+            return Drop(Value("a", number))
