@@ -269,11 +269,11 @@ def _measure(
             raise_clocks(device)
             ops = range(len(joint.ops)) if order is None else order()
             walk = Walk(joint, given_inputs(joint, inputs), ops)
-            visitor = _Visitor(joint, walk, device, cache, bar, wanted, fresh, ranks)
-            ended = _walked(visitor, alone=len(ranks.ranks) == 1)
-            if not ended and visitor.made_up.count:  # an op may have raised for data that the walk has made up
-                visitor = _Visitor(joint, walk, device, cache, bar, wanted, fresh, ranks, may_make_up=False)
+            for may_make_up in (True, False):
+                visitor = _Visitor(joint, walk, device, cache, bar, wanted, fresh, ranks, may_make_up=may_make_up)
                 ended = _walked(visitor, alone=len(ranks.ranks) == 1)
+                if ended or not visitor.made_up.count:  # else an op may have raised for data that the walk made up
+                    break
             if visitor.differing and (walk.impossible_views or not ended):
                 return visitor.differing, fresh
             fresh = frozenset(visitor.fresh)
@@ -338,7 +338,7 @@ class _Visitor:
         fresh: Set[int],
         ranks: Agreement,
         *,
-        may_make_up: bool = True,
+        may_make_up: bool,
     ) -> None:
         self.made_up = MadeUpResults(joint, cache, allowed=may_make_up and len(ranks.ranks) == 1)
         self.joint, self.walk, self.device, self.cache, self.bar = joint, walk, device, cache, bar

@@ -44,7 +44,7 @@ class BlockBits(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What the forward or backward of a block ran, and what that changed."""
+    """A record of one forward or backward of a block: the ops that it ran, and what that changed."""
 
     ops: tuple[int, ...]
     made: int  # bits of the values that became available
@@ -133,7 +133,7 @@ class Layout:
 
     @cached_property
     def ran(self) -> dict[tuple[object, ...], Ran]:
-        """A cache of what forwards and backwards of blocks ran, by all that it depends on; see `step.order`."""
+        """A cache of what forwards and backwards of blocks ran, by all that decides it; `step.order` fills it."""
         return {}
 
     def with_options(self, options: Sequence[Sequence[frozenset[int]]]) -> Layout:

@@ -39,7 +39,7 @@ def rematerialize(layout: Layout, schedule: Schedule) -> Program:
 
 
 class _Counts:
-    """How many stored items contain each value, for all values at once: bit k of a count is in the k-th set of bits."""
+    """Counts of the stored items that contain each value, all values at once: bit k of each is in the k-th digit."""
 
     def __init__(self) -> None:
         self._digits: list[int] = []

@@ -92,7 +92,7 @@ class Op:
 
 
 class OpBits(NamedTuple):
-    """What ops read and write, op by op, as sets of bits: bit v stands for value v.
+    """The values that each op reads and writes, as sets of bits: bit v stands for value v.
 
     Values that no op computes are left out of what is read.
     """
@@ -206,7 +206,7 @@ class StepGraph:
 
     @cached_property
     def bits(self) -> OpBits:
-        """What each op reads and writes, as sets of bits."""
+        """The values that each op reads and writes, as sets of bits."""
         computed, ops = bits_of(v.index for v in self.values if v.index not in self.given), self.ops
         return OpBits(
             computed=computed,

@@ -49,12 +49,17 @@ def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path / "one"))
 
 
+def linears() -> nn.ModuleList:
+    """Equal linear layers, whose ops repeat."""
+    return nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+
+
 class Layers(nn.Module):
     """Equal layers: a linear map, a mask, a maximum's place, a slice, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+        self.layers = linears()
         self.table = nn.Embedding(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +74,7 @@ class Chances(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+        self.layers = linears()
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -82,7 +87,7 @@ class Factors(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+        self.layers = linears()
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
