@@ -11,6 +11,7 @@ program, and its saved tensors can be dropped and recomputed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -117,11 +118,9 @@ class CalledGraph:
             joint.value_of.get(node) if isinstance(node, fx.Node) else None for node in joint.forward_outputs
         ]
         self.input_values = [joint.value_of.get(node) for node in joint.primals]
-        self.unwritten = [  # indices of the primals that the step does not overwrite
-            place
-            for place, node in enumerate(joint.primals)
-            if joint.value_of.get(node) not in joint.mutated_primals
-        ]
+        written = [joint.value_of.get(node) in joint.mutated_primals for node in joint.primals]
+        self.overwritten = [*itertools.compress(range(len(written)), written)]  # indices of primals
+        self.unwritten = [place for place, is_written in enumerate(written) if not is_written]
         self.outputs_needed = self._symbolic.outputs_needed
 
     def name_with(self, parameters: Iterable[str | None]) -> str:

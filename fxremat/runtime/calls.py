@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -150,7 +150,10 @@ class Call:
     token: int = field(default_factory=lambda: next(_tokens))
     # the `id` of each parameter that this call reads; filled only in measured steps
     leaves: frozenset[int] = frozenset()
-    _versions: list[int] = field(default_factory=list)
+    # index of an input that the graph does not overwrite, or of a saved tensor -> its version at the end of the forward
+    _given_as: dict[int, int] = field(default_factory=dict)
+    _saved_as: dict[int, int] = field(default_factory=dict)
+    _overwritten: bool = False  # True if a later graph has overwritten an input that only another forward would read
     # index of an input -> function that tells whether the input is still alive
     _inputs: dict[int, Callable[[], bool]] = field(default_factory=dict)
     # index of an output -> function that tells whether the output is still alive
@@ -177,7 +180,8 @@ class Call:
         self.own = kept(self.program, self.at.outputs, self.node.held)
         self.step.saved += self.own
         self.step.hosted += self.hosted
-        self._versions = [version_of(tensor) for tensor in self._read_late]
+        self._given_as = _versions_at(self.graph.unwritten, self.primals)
+        self._saved_as = _versions_at(range(len(self.saved)), self.saved)
         if self.step.measured:
             for value, output in zip(self.graph.output_values, outputs, strict=True):
                 if value is not None and isinstance(output, torch.Tensor):
@@ -220,37 +224,57 @@ class Call:
         return [output for storage, output in held if storage not in taken]
 
     @property
-    def _read_late(self) -> list[torch.Tensor]:
-        """The tensors that the backward reads: the saved ones, and the inputs that the graph does not overwrite itself.
-        """
-        given = (self.primals[place] for place in self.graph.unwritten)
-        return [tensor for tensor in (*given, *(self.saved or ())) if isinstance(tensor, torch.Tensor)]
-
-    @property
     def is_as_saved(self) -> bool:
-        """True if the tensors that the backward reads have not been changed in place since the forward."""
-        return [version_of(tensor) for tensor in self._read_late] == self._versions
+        """True if the tensors that the backward reads have not been changed in place since the forward.
+
+        These are the saved ones, and the inputs that the graph does not overwrite itself.
+        """
+        given = all(version_of(self.primals[place]) == version for place, version in self._given_as.items())
+        return given and all(version_of(self.saved[i]) == version for i, version in self._saved_as.items())
+
+    def keep_values_of(self, storage: int, copied: Callable[[], torch.UntypedStorage]) -> None:
+        """Prepare for a later graph of the step that overwrites a storage: read a copy of it, if the backward reads it.
+
+        Args:
+            storage: the `storage_of` what is overwritten.
+            copied: returns a copy of the storage.
+        """
+        given = _places_in(storage, self._given_as, self.primals)
+        saved = _places_in(storage, self._saved_as, self.saved or ())
+        if not (given or saved):
+            return
+        reads = {self.graph.input_values[place] for place in given} & self.program.inputs
+        if self.saved is None or saved or reads:
+            for place in given:
+                self.primals[place] = _in_storage(copied(), self.primals[place])
+            for place in saved:
+                self.saved[place] = _in_storage(copied(), self.saved[place])
+            self._given_as |= _versions_at(given, self.primals)
+            self._saved_as |= _versions_at(saved, self.saved or ())
+        else:
+            self._overwritten = True
+            for place in given:
+                del self._given_as[place]
 
     @property
     def can_let_go(self) -> bool:
         """True if the call has saved tensors that its graph can recompute from its inputs."""
-        return self.saved is not None and self.own > 0 and self.graph.runs_again
+        return self.saved is not None and self.own > 0 and self.graph.runs_again and not self._overwritten
 
     def let_go(self) -> None:
         """Free the saved tensors; the forward then has to run again before the backward."""
         self._drop()
-        del self._versions[len(self._read_late) :]
 
     def free(self) -> None:
         """Free all that the call holds, since its backward runs now, or never."""
         self._drop()
-        self.primals = []
+        self.primals, self._given_as = [], {}
         saved_calls.pop(self.token, None)
 
     def _drop(self) -> None:
         self.step.saved -= self.own
         self.step.hosted -= self.hosted
-        self.saved, self.own = None, 0
+        self.saved, self._saved_as, self.own = None, {}, 0
 
     def backward(self, tangents: list[Any]) -> Sequence[Any]:
         """Run the backward; return the gradients."""
@@ -264,3 +288,19 @@ def _apart(saved: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     """
     returned = {storage_of(x) for x in outputs if isinstance(x, torch.Tensor)}
     return [x.detach() if isinstance(x, torch.Tensor) and storage_of(x) in returned else x for x in saved]
+
+
+def _versions_at(places: Iterable[int], tensors: Sequence[Any]) -> dict[int, int]:
+    """Return the versions of the tensors with these indices, by index; other values have none."""
+    return {place: version_of(tensors[place]) for place in places if isinstance(tensors[place], torch.Tensor)}
+
+
+def _places_in(storage: int, places: Iterable[int], tensors: Sequence[Any]) -> list[int]:
+    """Return those of the indices whose tensors lie in a storage."""
+    return [place for place in places if storage_of(tensors[place]) == storage]
+
+
+def _in_storage(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that lies in a storage as `like` lies in its own."""
+    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    return empty.set_(storage, like.storage_offset(), like.shape, like.stride())

@@ -47,6 +47,7 @@ from fxremat.torch_private import (
     functions_in_python,
     holds_gradients,
     is_profiled_by_others,
+    storage_of,
     storage_watch,
 )
 
@@ -219,6 +220,7 @@ class Coordinator:
         step.note("forward", node)
         if not node.measured:
             node.assume(step.meter.level(), step.saved, step.calls[-1].node if step.calls else None)
+        self._keep_values(step, node, [primals[place] for place in graph.overwritten])
         number = self.plans.number(node, at, step.saved, step.hosted)
         self._make_room(step, node.before, at.programs[number].forward, node)
         random = GeneratorStates(devices_of(primals)) if graph.random else None
@@ -229,6 +231,25 @@ class Coordinator:
         step.node = node
         step.note("ran", node)
         return outputs, token
+
+    def _keep_values(self, step: Step, node: Node, overwritten: Sequence[torch.Tensor]) -> None:
+        """Copy what a graph call overwrites, for the earlier calls whose backwards read it.
+
+        What they read has to be as it was in their forwards, since they recompute from it. PyTorch's own backward may
+        not read it, and then trains such a model.
+        """
+        for tensor in overwritten:
+            copies = list[torch.UntypedStorage]()
+
+            def copied(tensor: torch.Tensor = tensor, copies: list[torch.UntypedStorage] = copies) -> Any:
+                if not copies:
+                    storage = tensor.untyped_storage()
+                    self._make_room(step, node.before, storage.nbytes(), node)
+                    copies.append(storage.clone())
+                return copies[0]
+
+            for call in step.calls:
+                call.keep_values_of(storage_of(tensor), copied)
 
     @property
     def _with_gradient(self) -> Iterator[torch.Tensor]:
