@@ -229,8 +229,8 @@ class Call:
 
         These are the saved ones, and the inputs that the graph does not overwrite itself.
         """
-        given = all(version_of(self.primals[place]) == version for place, version in self._given_as.items())
-        return given and all(version_of(self.saved[i]) == version for i, version in self._saved_as.items())
+        now = _versions_at(self._given_as, self.primals) == self._given_as
+        return now and _versions_at(self._saved_as, self.saved or ()) == self._saved_as
 
     def keep_values_of(self, storage: int, copied: Callable[[], torch.UntypedStorage]) -> None:
         """Prepare for a later graph of the step that overwrites a storage: read a copy of it, if the backward reads it.
@@ -239,18 +239,17 @@ class Call:
             storage: the `storage_of` what is overwritten.
             copied: returns a copy of the storage.
         """
+        held: list[Any] = self.saved or []
         given = _places_in(storage, self._given_as, self.primals)
-        saved = _places_in(storage, self._saved_as, self.saved or ())
+        saved = _places_in(storage, self._saved_as, held)
         if not (given or saved):
             return
         reads = {self.graph.input_values[place] for place in given} & self.program.inputs
         if self.saved is None or saved or reads:
-            for place in given:
-                self.primals[place] = _in_storage(copied(), self.primals[place])
-            for place in saved:
-                self.saved[place] = _in_storage(copied(), self.saved[place])
-            self._given_as |= _versions_at(given, self.primals)
-            self._saved_as |= _versions_at(saved, self.saved or ())
+            for tensors, places, versions in ((self.primals, given, self._given_as), (held, saved, self._saved_as)):
+                for place in places:
+                    tensors[place] = _in_storage(copied(), tensors[place])
+                versions |= _versions_at(places, tensors)
         else:
             self._overwritten = True
             for place in given:
