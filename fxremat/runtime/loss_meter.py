@@ -76,7 +76,7 @@ class LossMeter:
         assumed += sum(assumed_for(t.numel(), t.dtype, trained=False) for t in others)
         if (before := levels_of(device)) is None:
             if self.calls == 1:
-                self._look_for_held(node, tensors, assumed)
+                self._look_for_held(node, [*tensors, *others], assumed)
             return
         gradients = sum(t.numel() * t.element_size() for t in tensors)
 
@@ -92,7 +92,7 @@ class LossMeter:
         handle = node.register_prehook(tell)
 
     def _look_for_held(self, node: Any, outputs: Sequence[Tensor], assumed: int) -> None:
-        known = {storage_of(output) for output in outputs}
+        known = {storage_of(output) for output in outputs}  # which the plan has room for
 
         def tell(_: Any) -> None:
             handle.remove()

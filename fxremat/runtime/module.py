@@ -129,8 +129,8 @@ UNDER_TRANSFORM = (
 )
 
 
-# model -> what is kept for its compiled modules while their parameters are watched; see `_Training.watch`
-_watching: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[_Training]] = weakref.WeakKeyDictionary()
+# what is kept for the compiled modules whose parameters are watched; see `_Training.watch`
+_watching: weakref.WeakSet[_Training] = weakref.WeakSet()
 
 
 @dataclass(eq=False)
@@ -163,8 +163,8 @@ class _Training:
     may_try: bool = False
     # True if the forward was replaced and cannot be captured, so that a child is planned instead
     by_child: bool = False
-    # handles of hooks on parameters, which are removed when a training call is planned
-    watched: list[Any] = field(default_factory=list)
+    # id of a parameter -> handle of a hook on it, which is removed when a training call is planned that may give it a gradient
+    watched: dict[int, Any] = field(default_factory=dict)
     written: set[str] | None = None  # buffers that steps of several graphs write to; None: not known yet
 
     @functools.cached_property
@@ -227,9 +227,10 @@ class _Training:
                 method = training.backend.options.method
                 warnings.warn(UNPLANNED.format(name=type(training.model).__name__, method=method), stacklevel=2)
 
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.watched += [parameter.register_post_accumulate_grad_hook(seen) for parameter in trained]
-        _watching.setdefault(self.model, weakref.WeakSet()).add(self)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and id(parameter) not in self.watched:
+                self.watched[id(parameter)] = parameter.register_post_accumulate_grad_hook(seen)
+        _watching.add(self)
 
     def child_of(self, parent: nn.Module) -> PlannedChild | None:
         """Return the planned child of a module whose forward was replaced: the child with most of the parameters.
@@ -248,11 +249,19 @@ class _Training:
         return known
 
     def unwatch(self) -> None:
-        """Remove the hooks of `watch` from the parameters, also those of the model compiled with other budgets."""
-        for training in _watching.pop(self.model, (self,)):
-            for hook in training.watched:
-                hook.remove()
-            training.watched.clear()
+        """Remove the hooks of `watch` from the model's parameters, which other compiled models may share.
+
+        Those of the model compiled with other budgets are removed too.
+        """
+        for training in list(_watching):
+            if training.model is self.model:
+                shared = [*training.watched]
+            else:
+                shared = [id(p) for p in self.model.parameters() if id(p) in training.watched]
+            for key in shared:
+                training.watched.pop(key).remove()
+            if not training.watched:
+                _watching.discard(training)
 
 
 class _Ours:

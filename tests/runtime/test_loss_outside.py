@@ -296,6 +296,27 @@ def test_on_a_cpu_values_of_the_loss_that_stay_in_the_backward_are_counted_from_
     assert len(compiled.fxremat.plans) == 1 + kept
 
 
+class _WithLoss(_Deep):
+    """Returns its loss, its logits, and a hidden state that the loss does not read."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        hidden = self[0](x)
+        logits = hidden
+        for part in list(self)[1:]:
+            logits = part(logits)
+        return F.cross_entropy(logits, torch.arange(512) % 64), logits, hidden * 2
+
+
+def test_logits_beside_a_loss_inside_are_no_part_of_a_loss_outside(caplog: pytest.LogCaptureFixture) -> None:
+    compiled, x = fxremat.compile(_WithLoss(), mem="40%", **FAST), torch.randn(512, 64)
+    for _ in range(3):
+        loss, logits, hidden = compiled(x)
+        loss.backward()
+        del loss, logits, hidden
+    assert "loss outside" not in caplog.text
+    assert len(compiled.fxremat.plans) <= 2, "the second without a gradient of the hidden state"
+
+
 def test_a_forward_without_a_backward_is_freed_at_once() -> None:
     compiled = fxremat.compile(_Deep(), mem="100%", **FAST)
     out = compiled(torch.randn(512, 64))

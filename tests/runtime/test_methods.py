@@ -105,6 +105,21 @@ def test_training_that_is_planned_is_not_told_of() -> None:
         compiled.training_step((rows(), rows())).backward()
 
 
+def test_a_model_that_shares_its_parameters_with_one_that_is_trained_is_not_told_of() -> None:
+    """The student is planned; the teacher, which reads the same layers, only runs without gradients."""
+    student, teacher = Net(), Net()
+    teacher.net = student.net
+    trained, frozen = (fxremat.compile(model, mem="90%", **FAST) for model in (student, teacher))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            target = frozen(rows())
+        F.mse_loss(trained(rows()), target).backward()
+    other = fxremat.compile(Net(), mem="90%", **FAST)
+    with pytest.warns(UserWarning, match=NOTHING):
+        other.net(rows()).sum().backward()
+
+
 # --- graphs that hold their backward --------------------------------------------------------------------------
 
 
