@@ -50,7 +50,7 @@ from fxremat.runtime.capture_errors import explained, is_not_one_graph, submodul
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.dynamo import Backend, Reached, Until
 from fxremat.runtime.plain_errors import plain_error
-from fxremat.runtime.replaced_forward import PlannedChild, largest_child, replaced_in
+from fxremat.runtime.replaced_forward import PlannedChild, has_forward, largest_child, replaced_in
 from fxremat.runtime.transformers_hooks import (
     groups_heads,
     of_transformers,
@@ -157,13 +157,14 @@ class _Training:
     replaced: tuple[Any, Any] = (None, None)  # (a `forward` that was set on the instance later, its wrapper)
     # module whose forward was replaced -> its planned child
     children: dict[nn.Module, PlannedChild] = field(default_factory=dict)
+    reached: PlannedChild | None = None  # the one that the replaced forward called last
     # `plain`, captured by dynamo as several graphs; None: it is captured as one graph
     in_parts: Callable[..., Any] | None = None
     # True while a model of several graphs may run once, in order to be planned before its first training call
     may_try: bool = False
     # True if the forward was replaced and cannot be captured, so that a child is planned instead
     by_child: bool = False
-    # id of a parameter -> handle of a hook on it, which is removed when a training call is planned that may give it a gradient
+    # id of a parameter -> handle of a hook on it, removed when a call is planned that may give the parameter a gradient
     watched: dict[int, Any] = field(default_factory=dict)
     written: set[str] | None = None  # buffers that steps of several graphs write to; None: not known yet
 
@@ -232,13 +233,17 @@ class _Training:
                 self.watched[id(parameter)] = parameter.register_post_accumulate_grad_hook(seen)
         _watching.add(self)
 
-    def child_of(self, parent: nn.Module) -> PlannedChild | None:
+    def child_of(self, parent: nn.Module, least: float | None = None) -> PlannedChild | None:
         """Return the planned child of a module whose forward was replaced: the child with most of the parameters.
 
-        None if no child has half of them, if parameters are sharded or replicated, or if the step runs an
-        optimizer.
+        None if parameters are sharded or replicated, if the step runs an optimizer, or if no child has enough of them.
+
+        Args:
+            least: number of elements of parameters that are enough. None: half of the model's.
         """
-        name = largest_child(parent, sum(p.numel() for p in self.model.parameters()) / 2)
+        if least is None:
+            least = sum(p.numel() for p in self.model.parameters()) / 2
+        name = largest_child(parent, least)
         if name is None or self.shared is not None or self.backend.options.optimizer is not None:
             return None
         plain, known = children_of(parent)[name], self.children.get(parent)
@@ -247,6 +252,19 @@ class _Training:
             planned._fxremat.backend.plans = self.backend.plans
             self.children[parent] = known = PlannedChild(parent, name, plain, planned)
         return known
+
+    def inside(self, parent: nn.Module) -> list[PlannedChild]:
+        """Return the planned child of a module whose forward was replaced, then that child's own, and so on.
+
+        The forward may call any of them (those of PEFT's adapters skip some), and the first that it calls is planned.
+        Once one was called, it is the only one.
+        """
+        least, training = sum(p.numel() for p in self.model.parameters()) / 2, self
+        found: list[PlannedChild] = []
+        while (child := training.child_of(parent, least)) is not None and (not found or has_forward(child.plain)):
+            found.append(child)
+            parent, training = child.plain, child.planned._fxremat
+        return [child for child in found if child is self.reached] or found
 
     def unwatch(self) -> None:
         """Remove the hooks of `watch` from the model's parameters, which other compiled models may share.
@@ -654,19 +672,18 @@ def _run_replaced(
     Warns, once, if it calls neither.
     """
     training.unwatch()
-    child, calls = training.child_of(parent), training.calls
-    if child is None:
-        result, reached = forward(*args, **kwargs), False
-    else:
-        inner: _Training = child.planned._fxremat
-        inner.backend.until = training.backend.until
-        before = inner.calls
-        with child.standing_in():
-            result = forward(*args, **kwargs)
-        reached = inner.calls > before
-        if reached:
-            child.tell()
-    if not reached and training.calls == calls and not training.warned:
+    inside, calls = training.inside(parent), training.calls
+    before = [child.planned._fxremat.calls for child in inside]
+    with contextlib.ExitStack() as standing_in:
+        for child in inside:
+            child.planned._fxremat.backend.until = training.backend.until
+            standing_in.enter_context(child.standing_in())
+        result = forward(*args, **kwargs)
+    called = (child for child, count in zip(inside, before, strict=True) if child.planned._fxremat.calls > count)
+    reached = training.reached = next(called, None)
+    if reached is not None:
+        reached.tell()
+    if reached is None and training.calls == calls and not training.warned:
         training.warned = True
         warnings.warn(BYPASSED, stacklevel=3)
     return result
@@ -686,8 +703,11 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             training.warned = True
             warnings.warn(UNDER_TRANSFORM.format(name=TRANSFORMS[tracer]), stacklevel=3)
         return training.plain(*args, **kwargs)
-    child = training.children.get(training.model)
-    with child.put_aside() if child else contextlib.nullcontext():
+    with contextlib.ExitStack() as alone:
+        child = training.children.get(training.model)
+        while child is not None:
+            alone.enter_context(child.put_aside())
+            child = child.planned._fxremat.children.get(child.plain)
         parent = replaced_in(training.model, itself=training.own is not None) if training.by_child else None
         if parent is None:
             return _forward_planned(module, training, args, kwargs)

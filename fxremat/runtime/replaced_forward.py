@@ -45,6 +45,11 @@ def largest_child(module: nn.Module, least: float) -> str | None:
     return name if count >= least else None
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Tell whether a module can be called; a list of modules cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
 def _trains(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 

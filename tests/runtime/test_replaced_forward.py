@@ -180,6 +180,39 @@ def test_a_library_s_wrapper_that_cannot_be_captured_is_planned_inside() -> None
     assert module.plan is not None
 
 
+class Skipping(Wrapper):
+    """Goes around the forward of what it wraps, as adapters of PEFT without a task do."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.inner.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_the_outermost_part_that_the_forward_calls_is_planned(depth: int) -> None:
+    """Whichever it skips."""
+    plain = Skipping(Wrapper(Wrapper(Model())))
+    module = compiled(copy.deepcopy(plain))
+
+    def call(x: Tensor) -> Tensor:
+        part: Any = module
+        for _ in range(depth + 1):
+            part = part.inner
+        return part(x) * 2
+
+    module.forward = call
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(3):
+            ours, theirs = step(module, seed), step(plain, seed)
+            assert all(same(a, 2 * b) for a, b in zip(ours, theirs, strict=True))
+    assert module.plan.predicted_peak <= module.plan.budget
+    inside, part = module._fxremat, module.inner
+    for _ in range(depth):
+        part = part.inner
+    assert inside.reached.plain is part
+    assert type(module.inner.inner.inner) is Model, "the drop-in modules stand in during the call alone"
+
+
 def test_a_plan_of_a_part_can_be_looked_at_without_running_it() -> None:
     model = Model()
     compute_in_pieces(model)

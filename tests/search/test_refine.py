@@ -17,7 +17,7 @@ from fxremat.chains.schedule import Schedule
 from fxremat.linearize.crossings import Crossing
 from fxremat.linearize.lay_out import lay_out
 from fxremat.search.candidate import Frontier
-from fxremat.search.executions import Executions
+from fxremat.search.executions import Executions, keep_all_peak
 from fxremat.search.improve import improve
 from fxremat.search.lower_bound import lower_bound
 from fxremat.search.refine import Ladder
@@ -63,6 +63,7 @@ STEPS = st.sampled_from([*RANDOM, "gpt", "unet", "shared_pair", "overwriting"])
 def test_a_replay_is_exact_liveness(name: str, seed: int) -> None:
     """For the programs of schedules, and for any choice of recomputations."""
     joint, costs, frontier = found = searched(name)
+    assert keep_all_peak(joint, costs) == Executions(joint, costs).judge(frontier.keep_all.order())[0]
     rng = np.random.default_rng(seed)
     for candidate in (frontier.candidates[0], frontier.candidates[-1]):
         program = candidate.program()
