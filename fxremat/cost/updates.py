@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fxremat.cost.measure import peak_of, quiet_world, seconds_of
+from fxremat.errors import FxrematError
 from fxremat.graphs.accounting import held
 from fxremat.graphs.captured import Captured
 from fxremat.host.tier import span_bytes
@@ -74,6 +75,9 @@ def measure_update(optimizer: torch.optim.Optimizer, like: torch.Tensor, group: 
 
     Returns:
         seconds; bytes of the state tensors that have the parameter's shape; the peak of a second update in bytes.
+
+    Raises:
+        FxrematError: the optimizer raises an error.
     """
     with quiet_world(like.device):
         shell = nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=like.device))
@@ -82,7 +86,10 @@ def measure_update(optimizer: torch.optim.Optimizer, like: torch.Tensor, group: 
         settings = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
         single = made([shell])
         single.param_groups[0].update(settings)
-        single.step()
+        try:
+            single.step()
+        except Exception as error:
+            raise FxrematError(f"{made.__name__} cannot update a parameter of {tuple(like.shape)}: {error}") from error
         workspace, _ = peak_of(single.step, like.device)
         seconds = seconds_of(single.step, like.device)
     state = (s for s in single.state[shell].values() if isinstance(s, torch.Tensor) and s.dim())

@@ -62,7 +62,7 @@ def kind_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
     >>> kind_of_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9))
     'SGD(momentum)'
     """
-    switched = sorted(name for name, value in optimizer.defaults.items() if value and name not in USUAL)
+    switched = sorted(name for name, value in optimizer.defaults.items() if name not in USUAL and value)
     return f"{type(optimizer).__name__}({', '.join(switched)})"
 
 

@@ -115,6 +115,16 @@ GAIN = 1.01
 MANY_SIZES = 3  # after this many combinations of input sizes a warning says what each new one costs
 
 
+FOREIGN = (
+    "none of the optimizer's parameters is one of the model's; where they were replaced, as by "
+    "load_state_dict(assign=True), make the optimizer anew, and pass both to fxremat.compile"
+)
+REPLACED = (
+    "%d of the %d parameters that the step updates are no longer the model's (load_state_dict(assign=True) replaces "
+    "parameters): the step is captured again, and the new ones are updated only if the optimizer has them"
+)
+
+
 class Until(Enum):
     """The stage at which a training call ends."""
 
@@ -177,6 +187,7 @@ class Backend:
         self.outdated = False  # True if the loss takes more memory than planned, or less memory is free than before
         self.weights: Weights | None = None
         self.coordinator: Coordinator | None = None
+        self._stepped = set[int]()  # the `id` of each parameter of the model that steps update themselves
         self.hosted: frozenset[int] = frozenset()  # indices in the optimizer of the parameters that live on the host
         # key of a call (see `cost.layouts.key_of`) -> strides that were measured
         self._layouts: dict[str, Strides] = {}
@@ -471,6 +482,14 @@ class Backend:
             self.weights = Weights(optimizer, self.options.tier or default_tier(device), device, later=later)
         return self.weights
 
+    def look_at_parameters(self, model: nn.Module) -> None:
+        """Capture the model again at this call if it has other parameters than those that the step updates."""
+        now = {id(parameter) for parameter in model.parameters()}
+        if self._stepped <= now:
+            return
+        log.warning(REPLACED, len(self._stepped - now), len(self._stepped))
+        self._stepped, self.outdated = set(), True
+
     def _forward(self, graph: fx.GraphModule, step: _FixedStep | Sized | CalledGraph) -> Callable[..., Any]:
         never_donate()
         if self._any_layout:
@@ -736,9 +755,10 @@ class Backend:
             return joint, None
         numbers = self._parameters(joint, optimizer)
         if not numbers:
-            raise FxrematError("none of the optimizer's parameters is one of the model's")
+            raise FxrematError(FOREIGN)
         weights = self.prepare_weights([joint.shown[value].meta["val"] for value in numbers])
         assert weights is not None
+        self._stepped |= {id(weights.parameters()[number]) for number in numbers.values()}
         hosted = frozenset(value for value, number in numbers.items() if number in self.hosted)
         places = {joint.value_of[node]: place for place, node in enumerate(inputs_of(joint))}
         trained = TrainedParameters(

@@ -751,6 +751,7 @@ def _forward_once(module: Any, training: _Training, args: tuple[Any, ...], kwarg
             raise FxrematError(UNREDUCED)
         weights = backend.prepare_weights([*_tensors((args, kwargs)), *training.model.parameters()])
         if weights and backend.until is Until.RUN:
+            backend.look_at_parameters(training.model)
             _settle(module, weights, args, kwargs)
     try:
         on_device = weights.seen_on_the_device() if weights else contextlib.nullcontext()
