@@ -122,15 +122,23 @@ def _file_tier(folder: Path | None, to_host: float | None, from_host: float | No
     return FileTier(folder, to_host=to_host, from_host=from_host)
 
 
+class _Copying(NamedTuple):
+    """A copy that may still be running, with the tensors that it reads and writes."""
+
+    future: Future[None]
+    tensors: tuple[torch.Tensor, torch.Tensor]
+
+
 class _ThreadLane:
     """The thread that copies in one direction, to the files or from them.
 
-    Copies run one after the other; source and target are kept alive until the copy has ended.
+    Copies run one after the other. Source and target are kept alive until the copy is waited for, and by nothing else:
+    the thread frees no tensor, since profilers record only what is freed on the thread that they watch.
     """
 
     def __init__(self, way: str, speed: float | None) -> None:
         self.way, self.speed = way, speed
-        self._under_way: dict[int, Future[None]] = {}
+        self._under_way: dict[int, _Copying] = {}  # by address on the host
         self._thread: ThreadPoolExecutor | None = None
         self._lock = threading.RLock()
 
@@ -140,14 +148,15 @@ class _ThreadLane:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"fxremat-{self.way}")
             # most of the remaining copies are of failed steps, and nobody waits for them
             if len(self._under_way) >= MANY:
-                self._under_way = {k: f for k, f in self._under_way.items() if not _succeeded(f)}
-            issued = _issued(source, target)
-            self._under_way[key] = self._thread.submit(self._copy, source, target, notes, issued)
+                self._under_way = {k: c for k, c in self._under_way.items() if not _succeeded(c.future)}
+            issued, tensors = _issued(source, target), [source, target]
+            future = self._thread.submit(self._copy, tensors, notes, issued)
+            self._under_way[key] = _Copying(future, (source, target))
 
-    def _copy(
-        self, source: torch.Tensor, target: torch.Tensor, notes: list[Copied] | None, issued: torch.Event | None
-    ) -> None:
-        start = time.time_ns()
+    def _copy(self, tensors: list[torch.Tensor], notes: list[Copied] | None, issued: torch.Event | None) -> None:
+        """Copy the first tensor into the second, and remove both from the list."""
+        start, (source, target) = time.time_ns(), tensors
+        tensors.clear()
         with _after(issued):
             # `.data` hides the change from autograd, which may have saved the tensor
             _copy(source, target.data, self.speed)
@@ -159,7 +168,7 @@ class _ThreadLane:
         with self._lock:
             copying = self._under_way.pop(key, None)
         if copying is not None:
-            copying.result()
+            copying.future.result()
 
     def close(self) -> None:
         """Wait for all copies of this direction, and end the thread."""
