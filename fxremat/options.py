@@ -82,10 +82,14 @@ class CompileOptions(PlanOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class SeenLoss:
-    """Measured memory of a loss that the user computes outside the model, in multiples of the bytes assumed before."""
+    """Measured memory of a loss that the user computes outside the model, in multiples of the bytes assumed before.
+
+    `early` is in bytes.
+    """
 
     peak: Fraction  # peak between the end of the forward and the beginning of the backward
     held: Fraction  # memory during the backward, without the gradients of the model's outputs
+    early: int = 0  # bytes of gradients of parameters that the loss has made when the model's backward begins
 
 
 @dataclass(frozen=True)

@@ -1203,6 +1203,7 @@ def is_profiled() -> bool:
 _Watch = tuple[int, Callable[[], None], Callable[[], None]]
 _watches: list[_Watch] = []
 _in_backward: set[int] = set()  # ids of threads that are in a backward
+_roots: dict[int, tuple[torch.Tensor, ...]] = {}  # thread id -> what its watched backward differentiates
 _kept: dict[int, bool] = {}  # thread id -> whether its latest watched backward kept its graph
 _unwatched: list[Callable[..., Any]] = []  # the original `_engine_run_backward` while it is replaced
 
@@ -1234,8 +1235,13 @@ def _watched_backward(*args: Any, **kwargs: Any) -> Any:
     me = threading.get_ident()
     is_outermost = me not in _in_backward
     mine = [watch for watch in _watches if watch[0] == me] if is_outermost else []
-    for _, before, _ in mine:
-        before()
+    if mine:
+        _roots[me] = tuple(args[0])
+    try:
+        for _, before, _ in mine:
+            before()
+    finally:
+        _roots.pop(me, None)
     if mine:  # the arguments are tensors, their gradients, and retain_graph, which is create_graph unless told
         _kept[me] = bool(args[2])
     _in_backward.add(me)
@@ -1246,6 +1252,38 @@ def _watched_backward(*args: Any, **kwargs: Any) -> Any:
             _in_backward.remove(me)
         for _, _, after in reversed(mine):
             after()
+
+
+def roots_of_backward() -> tuple[torch.Tensor, ...]:
+    """Return the tensors that this thread's backward differentiates; to be called by `before` of `watching_backward`.
+    """
+    return _roots.get(threading.get_ident(), ())
+
+
+def accumulates_into(node: Any) -> torch.Tensor | None:
+    """Return the leaf that a node of autograd's graph adds a gradient to; None for other nodes.
+
+    `AccumulateGrad.variable` (torch 2.11, 2.13).
+    """
+    leaf = getattr(node, "variable", None)
+    return leaf if isinstance(leaf, torch.Tensor) else None
+
+
+def sequence_number(node: Any) -> int:
+    """Return a node's place in the order in which autograd's graph was made; a backward runs higher ones first.
+
+    `Node._sequence_nr` (torch 2.11, 2.13).
+    """
+    return int(node._sequence_nr())
+
+
+def is_node_of(node: Any, package: str) -> bool:
+    """Tell whether a node of autograd's graph is the backward of an `autograd.Function` that a package defines.
+
+    The backward's class has the function as `_forward_cls` (torch 2.11, 2.13).
+    """
+    function = getattr(type(node), "_forward_cls", None)
+    return function is not None and str(function.__module__).split(".")[0] == package
 
 
 def kept_graph() -> bool:

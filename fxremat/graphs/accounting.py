@@ -125,8 +125,9 @@ def _is_reshaped(joint: Captured, node: fx.Node) -> bool:
 
 def set_aside(joint: Captured, device: torch.device) -> int:
     """Return the bytes that plans reserve for a loss outside the model and its scalars; 0 if there is no such loss."""
-    numbers = _numbers(joint, device)
-    return outside_bytes(joint) + numbers + _floats(joint, device) if numbers else 0
+    if not _gradients(joint):
+        return 0
+    return outside_bytes(joint) + _numbers(joint, device) + _floats(joint, device)
 
 
 def held_beside_copies(joint: Captured, device: torch.device) -> int:
@@ -138,7 +139,8 @@ def held_beside_copies(joint: Captured, device: torch.device) -> int:
 
 
 def _numbers(joint: Captured, device: torch.device) -> int:
-    return NUMBERS_OF_LOSS * rounded(8, device) * len(_gradients(joint))
+    """Return the bytes of single numbers that a loss outside of the model, or one that is scaled there, keeps alive."""
+    return (NUMBERS_OF_LOSS if _gradients(joint) else 1) * rounded(8, device) * len(joint.tangent_nodes)
 
 
 def _floats(joint: Captured, device: torch.device) -> int:
@@ -177,9 +179,12 @@ def assumed_for(count: int, dtype: torch.dtype, *, trained: bool = True) -> int:
 
 def _gradients(joint: Captured) -> list[torch.Tensor]:
     """Return the gradients that a loss outside the model passes to the backward, as fake tensors; [] if there is none.
+
+    That of a loss which the model returns is not among them. A model may return a part of its loss, such as the
+    divergence of a variational autoencoder, beside outputs from which the rest is computed.
     """
-    shown = () if joint.root_tangents else (node.meta.get("val") for node in joint.tangent_nodes)
-    return [tensor for tensor in shown if isinstance(tensor, torch.Tensor)]
+    given = [node for node in joint.tangent_nodes if joint.value_of.get(node) not in joint.root_tangents]
+    return [node.meta["val"] for node in given if isinstance(node.meta.get("val"), torch.Tensor)]
 
 
 def output_position(shown: fx.Node, op: fx.Node) -> int | None:

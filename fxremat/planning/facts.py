@@ -81,11 +81,13 @@ def facts_at_other_sizes(graph: Captured, known: Plan, options: Options) -> Cost
 def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
     """Return the costs with the bytes of a loss outside the model: the larger of the user's and the measured figure."""
     said, seen, sizes = options.loss_outside.size, options.loss_seen, costs.sizes
+    if seen is not None and seen.early:
+        costs = replace(costs, sizes=(sizes := replace(sizes, root=sizes.root + seen.early)))
     if seen is None or not sizes.outside:
         return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))
     assumed = outside_bytes(graph)
-    outside = max(said or 0, math.ceil(assumed * seen.peak))
-    root = max(sizes.root, math.ceil(assumed * seen.held))
+    outside = max(said or 0, math.ceil(assumed * seen.peak) + seen.early)
+    root = max(sizes.root, math.ceil(assumed * seen.held) + seen.early)
     return replace(costs, sizes=replace(sizes, outside=outside, root=root))
 
 

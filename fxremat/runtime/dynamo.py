@@ -325,10 +325,11 @@ class Backend:
         plan = self.plans[-1]
         known = self.options.loss_seen
         planned = self.options.loss_outside.size or math.ceil(loss.assumed * (known.peak if known else 1))
-        held = math.ceil(loss.assumed * known.held) if known else plan.costs.sizes.root
-        peak, more = loss.peak, loss.held > held
+        held = math.ceil(loss.assumed * known.held) + known.early if known else plan.costs.sizes.root
+        peak, stays = loss.peak, loss.held + loss.early
+        more = stays > held
         if peak is None:
-            peak, more = planned, more and plan.predicted_peak + loss.held - held > plan.budget
+            peak, more = planned, more and plan.predicted_peak + stays - held > plan.budget
         else:
             more = more or peak > planned + plan.costs.sizes.root
         less = loss.exact and known is None and self.options.loss_outside.size is None
@@ -338,7 +339,8 @@ class Backend:
         took, aside = format_bytes(peak), format_bytes(planned)
         told, better = f"the loss outside the model allocated {took} where {aside} had been set aside", enough(peak)
         if loss.peak is None:
-            told = f"{format_bytes(loss.held)} of the loss outside the model stay while the model's backward runs"
+            what = "and of gradients that it has made of parameters " if loss.early else ""
+            told = f"{format_bytes(stays)} of the loss outside the model {what}stay while the model's backward runs"
             better = ""  # a larger loss between forward and backward would make no room there
         if communicates(plan.graph):
             if more and not self._told_of_loss:
@@ -349,9 +351,13 @@ class Backend:
                     better and f': fxremat.compile(..., loss="{better}") makes room for it',
                 )
             return
-        seen = SeenLoss(peak=Fraction(peak, loss.assumed), held=Fraction(max(0, loss.held), loss.assumed))
+        seen = SeenLoss(peak=Fraction(1), held=Fraction(0), early=loss.early)
+        if loss.assumed:
+            peaks, helds = Fraction(peak, loss.assumed), Fraction(max(0, loss.held), loss.assumed)
+            seen = replace(seen, peak=peaks, held=helds)
         if known is not None:
-            seen = SeenLoss(peak=max(known.peak, seen.peak), held=max(known.held, seen.held))
+            most = {name: max(getattr(known, name), getattr(seen, name)) for name in ("peak", "held", "early")}
+            seen = SeenLoss(**most)
         self.options = replace(self.options, loss_seen=seen)
         self.outdated = True
         log.log(

@@ -226,7 +226,7 @@ def test_a_loss_is_measured_by_the_allocator_s_counters(
     with counted(monkeypatch, levels):
         (out,) = meter(torch.ones(10, 4))
         out.sum().backward()
-    assert found == [MeasuredLoss(assumed=4 * 40 * 4, peak=peak, held=640 - 160, exact=exact)]
+    assert found == [MeasuredLoss(assumed=4 * 40 * 4, peak=peak, held=640 - 160, early=0, exact=exact)]
 
 
 def test_measured_and_planned_losses_are_shares_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +315,95 @@ def test_logits_beside_a_loss_inside_are_no_part_of_a_loss_outside(caplog: pytes
         del loss, logits, hidden
     assert "loss outside" not in caplog.text
     assert len(compiled.fxremat.plans) <= 2, "the second without a gradient of the hidden state"
+
+
+class _Autoencoder(nn.Module):
+    """Returns a reconstruction and a part of its loss, as variational autoencoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.decoder = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 256))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, spread = self.encoder(x).chunk(2, -1)
+        divergence = (mean.square() + spread.exp() - spread - 1).sum(-1).mean()
+        return self.decoder(mean + torch.randn_like(mean) * (spread / 2).exp()), divergence / 2
+
+
+def test_a_loss_that_adds_to_one_of_the_model_s_is_counted() -> None:
+    x = torch.randn(512, 256)
+    compiled = fxremat.compile(_Autoencoder(), mem="min", **FAST)
+
+    def step() -> None:
+        found, divergence = compiled(x)
+        loss = F.binary_cross_entropy_with_logits(found, x.sigmoid()) + divergence
+        loss.backward()
+
+    for _ in range(3):
+        compiled.zero_grad()
+        assert peak_bytes(step) <= compiled.plan.budget
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("mem", ["min", "60%"])
+def test_gradients_that_a_penalty_on_parameters_makes_first_are_counted_from_the_second_step_on(
+    mem: str, inside: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Net(_Deep):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            for part in self:
+                x = part(x)
+            return x.square().mean() if inside else x
+
+    x = torch.randn(512, 64)
+    compiled = fxremat.compile(Net(), mem=mem, **FAST)
+
+    def step() -> None:
+        loss = compiled(x).square().mean()
+        penalty = sum(parameter.square().sum() for parameter in compiled.parameters())
+        (loss + 1e-4 * penalty).backward()
+
+    peaks = []
+    for _ in range(3):
+        compiled.zero_grad()
+        peaks.append(peak_bytes(step))
+    assert max(peaks[1:]) <= compiled.plan.budget
+    assert len(compiled.fxremat.plans) == 2
+    assert "of gradients that it has made of parameters stay while the model's backward runs" in caplog.text
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_gradients_of_other_calls_are_no_part_of_a_loss(twice: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A penalty that was computed before the model is differentiated after it; so is an earlier call of the model."""
+    x = torch.randn(512, 64)
+    compiled = fxremat.compile(_Deep(), mem="60%", **FAST)
+    for _ in range(2):
+        compiled.zero_grad()
+        first = compiled(x) if twice else sum(parameter.square().sum() for parameter in compiled.parameters())
+        (compiled(x).square().mean() + 1e-4 * first.square().mean()).backward()
+    assert "gradients that it has made" not in caplog.text
+
+
+def test_what_is_computed_from_the_model_s_own_loss_is_within_the_budget() -> None:
+    x = torch.randn(64, 64)
+
+    class Net(_Deep):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            for part in self:
+                x = part(x)
+            return x.square().mean(), x.abs().mean()
+
+    compiled = fxremat.compile(Net(), mem="min", **FAST)
+
+    def step() -> None:
+        one, other = compiled(x)
+        loss = one / 4 + other.exp().log() * 0.1 + one.sqrt()
+        loss.backward()
+
+    for _ in range(2):
+        compiled.zero_grad()
+        assert peak_bytes(step) <= compiled.plan.budget
 
 
 def test_a_forward_without_a_backward_is_freed_at_once() -> None:
