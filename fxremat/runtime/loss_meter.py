@@ -117,7 +117,7 @@ class LossMeter:
         Args:
             outputs: the model's outputs, which the plan has room for. None: values of the loss are not looked for.
         """
-        known, call = {storage_of(output) for output in outputs or ()}, self.calls
+        looks, known, call = outputs is not None, {storage_of(output) for output in outputs or ()}, self.calls
         watched, early, begins = [weakref.ref(leaf) for leaf in leaves], [0], weakref.ref(node)
 
         def before() -> None:
@@ -128,7 +128,7 @@ class LossMeter:
         def tell(_: Any) -> None:
             handle.remove()
             self._unwatch()
-            found = made_from(current_node()) if outputs is not None else ()
+            found = made_from(current_node()) if looks else ()
             held = {storage_of(each): each.untyped_storage().nbytes() for each in found}
             size = sum(count for storage, count in held.items() if storage not in known)
             self.tell(MeasuredLoss(assumed=assumed, peak=None, held=size, early=early[0], exact=False))
