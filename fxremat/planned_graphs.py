@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,15 +39,10 @@ class PlannedCall:
     node: Node  # its place in the tree of known paths, with what was measured there
 
     @property
-    def again(self) -> int:
-        """Number of recomputations."""
-        order = self.program.order
-        return len(order.ops) - len(order.layout.graph.ops)
-
-    @property
     def shown_again(self) -> str:
-        """The number of ops of the forward that run again, as text."""
-        return f"{self.again} of {self.graph.forward_count} ops" if self.again else "nothing"
+        """The number of ops of the forward that run again, as text; an op may do so several times."""
+        repeated = sum(count > 1 for count in Counter(self.program.order.ops).values())
+        return f"{repeated} of {self.graph.forward_count} ops" if repeated else "nothing"
 
 
 @dataclass(frozen=True)

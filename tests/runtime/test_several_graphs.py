@@ -9,7 +9,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,17 @@ def clamped(_: int, x: Tensor) -> Tensor:
 
 def selected(_: int, x: Tensor) -> Tensor:
     return x[x[:, 0] > x[:, 0].median()] if len(x) > 40 else x
+
+
+def test_an_op_that_runs_again_twice_is_one_op() -> None:
+    ours, _ = twins(mem="100%")
+    for _ in range(3):
+        ours(rows()).backward()
+    call = ours.plan.calls[0]
+    assert call.shown_again == "nothing"
+    order = replace(call.program.order, ops=(*call.program.order.ops, 0, 0), blocks=(*call.program.order.blocks, 0, 0))
+    again = replace(call, program=replace(call.program, order=order))
+    assert again.shown_again == f"1 of {call.graph.forward_count} ops"
 
 
 def nothing_is_saved() -> bool:
