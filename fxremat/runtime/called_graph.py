@@ -117,6 +117,7 @@ class CalledGraph:
         self.output_values = [
             joint.value_of.get(node) if isinstance(node, fx.Node) else None for node in joint.forward_outputs
         ]
+        self.behind_numbers = _behind_numbers(joint)
         self.input_values = [joint.value_of.get(node) for node in joint.primals]
         written = [joint.value_of.get(node) in joint.mutated_primals for node in joint.primals]
         self.overwritten = [*itertools.compress(range(len(written)), written)]  # indices of primals
@@ -233,3 +234,21 @@ class CalledGraph:
             backward.take(node.name, node.meta, node)
         backward.graph.output(tuple(backward.made(node) for node in joint.backward_outputs))
         return fx.GraphModule({}, forward.graph), fx.GraphModule({}, backward.graph)
+
+
+def _behind_numbers(joint: Captured) -> frozenset[int]:
+    """Return the values of the forward that single numbers among its outputs, such as losses, are computed from."""
+    numbers = {
+        joint.value_of[node]
+        for node in joint.forward_outputs
+        if isinstance(node, fx.Node) and node in joint.value_of and _is_number(node.meta.get("val"))
+    }
+    found = set(numbers)
+    for op in reversed(joint.ops[: joint.forward_count]):
+        if not found.isdisjoint(op.writes):
+            found |= set(op.reads)
+    return frozenset(found - numbers)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1

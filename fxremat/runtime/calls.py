@@ -95,6 +95,18 @@ class Step:
         taken = {storage_of(x) for x in given}
         return [output for call in self.calls for output in call.floats_held(taken)] if self.measured else []
 
+    def apart_from_losses(self, shown: Set[int] | None = None) -> list[Output]:
+        """Return outputs of calls that no other call read, and that no single number of the same call was made from.
+
+        A loss outside the model may read them beside a loss that the model returns. [] if the step is not measured.
+
+        Args:
+            shown: the `storage_of` each output that counts. None: those that are still alive.
+        """
+        given = (x for call in self.calls for x in call.primals if isinstance(x, torch.Tensor))
+        taken = {storage_of(x) for x in given}
+        return [output for call in self.calls for output in call.floats_apart(taken, shown)] if self.measured else []
+
     def note(self, kind: str, node: Node | None = None) -> None:
         """Record a moment, if the step is measured."""
         if self.measured:
@@ -222,6 +234,16 @@ class Call:
         """Return the floating-point outputs that are still alive, except those whose storage is in `taken`."""
         held = (self._floats[value] for value in self.held if value in self._floats)
         return [output for storage, output in held if storage not in taken]
+
+    def floats_apart(self, taken: Set[int], shown: Set[int] | None) -> list[Output]:
+        """Return the floating-point outputs that no single number among the outputs was made from, alive or `shown`.
+
+        Storages in `taken` do not count.
+        """
+        values = self._floats.keys() - self.graph.behind_numbers
+        found = dict(self._floats[value] for value in sorted(values if shown is not None else values & self.held))
+        counted = (found.keys() if shown is None else found.keys() & shown) - taken
+        return [output for storage, output in found.items() if storage in counted and output[0] > 1]
 
     @property
     def is_as_saved(self) -> bool:

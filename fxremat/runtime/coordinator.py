@@ -162,28 +162,38 @@ class Coordinator:
             for call in step.calls:
                 call.free()
 
-    def leave(self, outputs: Iterable[Output]) -> None:
+    def leave(self, outputs: Sequence[torch.Tensor]) -> None:
         """Record the end of the model's forward; `outputs` are the outputs that need a gradient.
 
         Raises:
             BudgetTooSmall: the backward cannot fit, by what is known of it.
         """
         if self._step is not None:
-            if not all(call.node.measured for call in self._step.calls):
-                self.plans.check_backward(self._step.nodes, self._step.gradients_behind)
-            trained = [*outputs]
-            losses = [(count, dtype) for count, dtype in trained if count == 1]
-            # gradients are expected only for the loss, not for the model's other outputs
-            if losses and self._gradients == "loss":
-                trained = losses
-            self._step.meter.leave(sum(assumed_for(count, dtype) for count, dtype in trained))
+            shown = frozenset(map(storage_of, outputs))
+            self._leave(self._step, [(x.numel(), x.dtype) for x in outputs], self._step.apart_from_losses(shown))
 
     def leave_with_what_is_held(self) -> None:
         """Record the end of the model's forward.
 
         Its outputs are taken to be graph outputs alive that no other graph read.
         """
-        self.leave(self._step.outputs_held if self._step is not None else ())
+        if self._step is not None:
+            self._leave(self._step, self._step.outputs_held, self._step.apart_from_losses())
+
+    def _leave(self, step: Step, trained: Sequence[Output], apart: Sequence[Output]) -> None:
+        """Record the end of the model's forward.
+
+        Args:
+            trained: the outputs that need a gradient.
+            apart: those of them that none of the model's losses was computed from.
+        """
+        if not all(call.node.measured for call in step.calls):
+            self.plans.check_backward(step.nodes, step.gradients_behind)
+        losses = [(count, dtype) for count, dtype in trained if count == 1]
+        # beside a loss, gradients are expected only for outputs that it was not computed from
+        if losses and self._gradients == "loss":
+            trained = [*losses, *apart]
+        step.meter.leave(sum(assumed_for(count, dtype) for count, dtype in trained))
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which graphs are captured and measured; its allocations do not count for the step."""

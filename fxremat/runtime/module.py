@@ -876,7 +876,7 @@ def _run_in_parts(training: _Training, args: tuple[Any, ...], kwargs: dict[str, 
             outputs = step(*args, **kwargs)
             if begin is not None:
                 begin.forget()
-            coordinator.leave((x.numel(), x.dtype) for x in _tensors(outputs) if x.requires_grad)
+            coordinator.leave([x for x in _tensors(outputs) if x.requires_grad])
         if not coordinator.has_graphs and not training.warned:
             training.warned = True
             warnings.warn(NO_GRAPHS.format(name=training.backend.model), stacklevel=6)
