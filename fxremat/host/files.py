@@ -19,7 +19,6 @@ from fxremat.errors import FxrematError
 from fxremat.host.pool import FilePool
 from fxremat.host.tier import HostTier, span_of
 
-MANY = 256  # finished copies are removed from the list of copies when the list has this many
 CHUNK = 1 << 20  # bytes copied between two checks of the time, if the speed is limited
 
 
@@ -132,8 +131,9 @@ class _Copying(NamedTuple):
 class _ThreadLane:
     """The thread that copies in one direction, to the files or from them.
 
-    Copies run one after the other. Source and target are kept alive until the copy is waited for, and by nothing else:
-    the thread frees no tensor, since profilers record only what is freed on the thread that they watch.
+    Copies run one after the other. Source and target are kept alive until the copy is waited for, or until another
+    begins after its end. The thread frees no tensor, since profilers record only what is freed on the thread that they
+    watch.
     """
 
     def __init__(self, way: str, speed: float | None) -> None:
@@ -146,9 +146,8 @@ class _ThreadLane:
         with self._lock:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"fxremat-{self.way}")
-            # most of the remaining copies are of failed steps, and nobody waits for them
-            if len(self._under_way) >= MANY:
-                self._under_way = {k: c for k, c in self._under_way.items() if not _succeeded(c.future)}
+            # copies of steps that failed are among them, for which nobody waits
+            self._under_way = {k: c for k, c in self._under_way.items() if not _succeeded(c.future)}
             issued, tensors = _issued(source, target), [source, target]
             future = self._thread.submit(self._copy, tensors, notes, issued)
             self._under_way[key] = _Copying(future, (source, target))
