@@ -133,9 +133,12 @@ def set_aside(joint: Captured, device: torch.device) -> int:
 def held_beside_copies(joint: Captured, device: torch.device) -> int:
     """Return the bytes of gradients of outputs that autograd keeps alive while the backward works on copies of them.
 
-    The backward copies gradients whose layout differs from that of the outputs, unless it can view them.
+    The backward copies gradients whose layout differs from that of the outputs, unless it can view them. If the model
+    returns a loss, these gradients are values of the step that last until its end (`StepGraph.held_tangents`).
     """
-    return sum(rounded(t.numel() * t.element_size(), device) for t in _gradients(joint)) if holds_gradients() else 0
+    if joint.root_tangents or not holds_gradients():
+        return 0
+    return sum(rounded(t.numel() * t.element_size(), device) for t in _gradients(joint))
 
 
 def _numbers(joint: Captured, device: torch.device) -> int:
