@@ -142,8 +142,13 @@ def held_beside_copies(joint: Captured, device: torch.device) -> int:
 
 
 def _numbers(joint: Captured, device: torch.device) -> int:
-    """Return the bytes of single numbers that a loss outside of the model, or one that is scaled there, keeps alive."""
-    return (NUMBERS_OF_LOSS if _gradients(joint) else 1) * rounded(8, device) * len(joint.tangent_nodes)
+    """Return the bytes of single numbers that a loss outside of the model allocates; 0 if there is no such loss."""
+    return numbers_of_loss(device) * len(joint.tangent_nodes) if _gradients(joint) else 0
+
+
+def numbers_of_loss(device: torch.device) -> int:
+    """Return the bytes of single numbers that a loss outside of the model allocates for each output of the model."""
+    return NUMBERS_OF_LOSS * rounded(8, device)
 
 
 def _floats(joint: Captured, device: torch.device) -> int:

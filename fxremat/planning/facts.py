@@ -15,7 +15,7 @@ from fxremat.cost.estimate import cost_of, estimate
 from fxremat.cost.measure import fresh_as_known, known_costs, measure
 from fxremat.cost.resized import resized
 from fxremat.cost.trace import Trace, timed_by
-from fxremat.graphs.accounting import device_of, outside_bytes
+from fxremat.graphs.accounting import device_of, numbers_of_loss, outside_bytes
 from fxremat.graphs.captured import Captured
 from fxremat.options import Options
 from fxremat.planning.step import Step
@@ -81,13 +81,15 @@ def facts_at_other_sizes(graph: Captured, known: Plan, options: Options) -> Cost
 def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
     """Return the costs with the bytes of a loss outside the model: the larger of the user's and the measured figure."""
     said, seen, sizes = options.loss_outside.size, options.loss_seen, costs.sizes
+    early = 0
     if seen is not None and seen.early:
-        costs = replace(costs, sizes=(sizes := replace(sizes, root=sizes.root + seen.early)))
+        early = seen.early + numbers_of_loss(device_of(graph))
+        costs = replace(costs, sizes=(sizes := replace(sizes, root=sizes.root + early)))
     if seen is None or not sizes.outside:
         return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))
     assumed = outside_bytes(graph)
-    outside = max(said or 0, math.ceil(assumed * seen.peak) + seen.early)
-    root = max(sizes.root, math.ceil(assumed * seen.held) + seen.early)
+    outside = max(said or 0, math.ceil(assumed * seen.peak) + early)
+    root = max(sizes.root, math.ceil(assumed * seen.held) + early)
     return replace(costs, sizes=replace(sizes, outside=outside, root=root))
 
 

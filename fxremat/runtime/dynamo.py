@@ -272,7 +272,8 @@ class Backend:
         if rerun is not None:
             compiled = TwiceDifferentiable(compiled, module, rerun, self._unplanned)
         if self.coordinator is None:
-            compiled = LossMeter(compiled, trained, self._take_loss)
+            stepping = self.options.stepping is not None
+            compiled = LossMeter(compiled, trained, self._take_loss, stepping=stepping)
         return telling_unused(compiled, trained) if len(trained) > 1 or again else compiled
 
     def _without_gradient(self, module: fx.GraphModule, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

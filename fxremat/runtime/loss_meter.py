@@ -58,6 +58,7 @@ class LossMeter:
         step: the compiled step.
         trained: indices of the step's outputs that require grad.
         tell: called with each measurement.
+        stepping: the step updates its parameters itself, and has their gradients elsewhere.
     """
 
     def __init__(
@@ -65,14 +66,16 @@ class LossMeter:
         step: Callable[..., Sequence[Any]],
         trained: Sequence[int],
         tell: Callable[[MeasuredLoss], None],
+        *,
+        stepping: bool = False,
     ) -> None:
-        self.step, self.trained, self.tell = step, tuple(trained), tell
+        self.step, self.trained, self.tell, self.stepping = step, tuple(trained), tell, stepping
         self.calls = 0
         self._stop: Callable[[], None] | None = None
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         measured = (self.calls + 1) & self.calls == 0
-        leaves = [x for x in inputs if _is_without_gradient(x)] if measured else []
+        leaves = [x for x in inputs if _is_without_gradient(x)] if measured and not self.stepping else []
         self._unwatch()
         outputs = self.step(*inputs)
         self.calls += 1

@@ -131,7 +131,8 @@ def assert_close_gradients(ours: nn.Module, plain: nn.Module, limit: float = CLO
 def test_gradients_come_through_the_loss_and_through_the_logits_beside_it() -> None:
     model, inputs = EVERYDAY["logits beside"].made()
     twin = copy.deepcopy(model)
-    compiled = fxremat.compile(twin, mem="60%", example_inputs=inputs, loss=Loss(gradients="all"), **SLICED)
+    loss = Loss(gradients="all", bytes="1MB")  # less than it takes: nothing is sliced where it needs most
+    compiled = fxremat.compile(twin, mem="70%", example_inputs=inputs, loss=loss, **SLICED)
     assert compiled.plan.slices
     assert not any(region.inside for region in compiled.plan.slices)
     for each in (model, compiled):
