@@ -752,6 +752,19 @@ def test_the_least_budget_of_a_plan_is_that_of_a_compiled_model() -> None:
     assert (planned.minimum, planned.keep_all_peak) == (compiled.plan.minimum, compiled.plan.keep_all_peak)
 
 
+def four_layers() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+
+def loss_of_a_step(model: Any, optimizer: torch.optim.Optimizer) -> float:
+    optimizer.zero_grad()
+    loss = model(torch.ones(8, 16)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
 @pytest.mark.parametrize("updates", ["backward", "step"])
 def test_a_parameter_that_is_replaced_in_the_model_is_computed_with(
     updates: str, caplog: pytest.LogCaptureFixture
@@ -759,8 +772,7 @@ def test_a_parameter_that_is_replaced_in_the_model_is_computed_with(
     """The optimizer goes on with the one before until it is given the new one, as without fxremat."""
     found = []
     for ours in (True, False):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        model = four_layers()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         if ours:
             offload = Offload(weights=True, updates=updates)
@@ -771,21 +783,16 @@ def test_a_parameter_that_is_replaced_in_the_model_is_computed_with(
                 model[1].weight = nn.Parameter(torch.randn(16, 16))
             if step == 4:
                 optimizer.add_param_group({"params": [model[1].weight]})
-            optimizer.zero_grad()
-            loss = model(torch.ones(8, 16)).square().mean()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
+            found.append(loss_of_a_step(model, optimizer))
     assert found[:6] == found[6:]
     assert "1 of the 8 parameters that the step updates are no longer the model's" in caplog.text
 
 
 def test_an_optimizer_of_none_of_the_model_s_parameters_any_more_is_refused() -> None:
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    model = four_layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = fxremat.compile(model, mem="70%", offload=Offload(weights=True), optimizer=optimizer)
-    compiled(torch.ones(8, 16)).square().mean().backward()
-    optimizer.step()
+    loss_of_a_step(compiled, optimizer)
     compiled.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     with pytest.raises(fxremat.FxrematError, match="none of the optimizer's parameters is one of the model's"):
         compiled(torch.ones(8, 16))
@@ -794,19 +801,14 @@ def test_an_optimizer_of_none_of_the_model_s_parameters_any_more_is_refused() ->
 def test_a_learning_rate_may_be_a_tensor_and_an_optimizer_s_own_error_is_told_as_such() -> None:
     found = []
     for ours in (True, False):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        model = four_layers()
         optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
         if ours:
             model = fxremat.compile(model, mem="90%", offload=Offload(weights=True), optimizer=optimizer)
         for _ in range(3):
-            optimizer.zero_grad()
-            loss = model(torch.ones(8, 16)).square().mean()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
+            found.append(loss_of_a_step(model, optimizer))
     assert found[:3] == found[3:]
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    model = four_layers()
     capturable = torch.optim.Adam(model.parameters(), capturable=True)
     compiled = fxremat.compile(model, mem="90%", offload=Offload(weights=True), optimizer=capturable)
     with pytest.raises(fxremat.FxrematError, match=r"Adam cannot update a parameter of \(16, 16\): .*capturable=True"):

@@ -88,11 +88,15 @@ class Step:
         return behind[::-1]
 
     @property
+    def _taken(self) -> set[int]:
+        """The `storage_of` each tensor that a call took as input."""
+        return {storage_of(x) for call in self.calls for x in call.primals if isinstance(x, torch.Tensor)}
+
+    @property
     def outputs_held(self) -> list[Output]:
         """The floating-point outputs of calls that are still alive, and that no call took as input; [] if not measured.
         """
-        given = (x for call in self.calls for x in call.primals if isinstance(x, torch.Tensor))
-        taken = {storage_of(x) for x in given}
+        taken = self._taken
         return [output for call in self.calls for output in call.floats_held(taken)] if self.measured else []
 
     def apart_from_losses(self, shown: Set[int] | None = None) -> list[Output]:
@@ -103,8 +107,7 @@ class Step:
         Args:
             shown: the `storage_of` each output that counts. None: those that are still alive.
         """
-        given = (x for call in self.calls for x in call.primals if isinstance(x, torch.Tensor))
-        taken = {storage_of(x) for x in given}
+        taken = self._taken
         return [output for call in self.calls for output in call.floats_apart(taken, shown)] if self.measured else []
 
     def note(self, kind: str, node: Node | None = None) -> None:

@@ -91,7 +91,7 @@ def test_what_a_later_graph_overwrites_is_read_as_it_was(overwrite: Callable[[Te
 
 
 def test_a_call_whose_input_is_overwritten_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What all calls saved is let go in the backward, as where memory is short; some of them have to keep it."""
+    """Let go of what calls saved, as where memory is short: a call whose input is overwritten has to keep it."""
     x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
     ours, plain = twins(rows, "100%")
     for _ in range(3):
