@@ -13,6 +13,8 @@ CPUs are tested, and CUDA on a pretended device; the entries of ROCm, XPU and MP
 from __future__ import annotations
 
 import contextlib
+import struct
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -157,11 +159,32 @@ class Kind:
         generator: torch.Generator = self._module.default_generators[index]
         return generator
 
-    def kept_random_state(self, device: torch.device) -> AbstractContextManager[Any]:
+    def restore(self, generator: torch.Generator, state: torch.Tensor) -> None:
+        """Set a generator of such a device to a state that it had.
+
+        `set_state` would also let cuDNN's dropout, which has a state of its own, begin anew with a seed from the
+        generator, and plain PyTorch draws none at that point. A state has two numbers of eight bytes, seed and offset.
+        """
+        if self.of_cuda:
+            seed, offset = struct.unpack("=QQ", state.numpy().tobytes())
+            if seed == generator.initial_seed():
+                generator.set_offset(offset)  # type: ignore[attr-defined]
+                return
+        generator.set_state(state)
+
+    @contextlib.contextmanager
+    def kept_random_state(self, device: torch.device) -> Iterator[None]:
         """Return a context at whose end the random generators of the host and of the device are as they were before."""
-        if not (self.accelerator and self.can(Ability.GENERATORS)):
-            return torch.random.fork_rng(devices=[])
-        return torch.random.fork_rng(devices=[device], device_type=self.type)
+        with torch.random.fork_rng(devices=[]):
+            if not (self.accelerator and self.can(Ability.GENERATORS)):
+                yield
+                return
+            generator = self.generator(device)
+            state = generator.get_state()
+            try:
+                yield
+            finally:
+                self.restore(generator, state)
 
     @property
     def _module(self) -> Any:

@@ -64,7 +64,7 @@ class GeneratorStates:
     def restore(self) -> None:
         """Set the generators to the saved states."""
         for generator, then in self._states:
-            generator.set_state(then.get_state())
+            _restore(generator, then.get_state())
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -75,7 +75,7 @@ class GeneratorStates:
             yield
         finally:
             for generator, state in before:
-                generator.set_state(state)
+                _restore(generator, state)
 
 
 class HostDraws:
@@ -112,8 +112,12 @@ def draw_again(state: torch.Tensor, op: Any, *arguments: Any, **options: Any) ->
     generator = generator_of(arguments, options)
     # a bytearray, so that no memory of torch's allocator is used while the op runs
     now = bytearray(generator.get_state().numpy())
-    generator.set_state(state)
+    _restore(generator, state)
     try:
         return op(*arguments, **options)
     finally:
-        generator.set_state(torch.frombuffer(now, dtype=torch.uint8))
+        _restore(generator, torch.frombuffer(now, dtype=torch.uint8))
+
+
+def _restore(generator: torch.Generator, state: torch.Tensor) -> None:
+    kind_of(generator.device).restore(generator, state)

@@ -13,6 +13,10 @@ was made up to measure the backward: the forward runs first then.
 
 What results and tape look like is found by running the layer once for each combination of sizes: on tensors of the step
 that is captured, where there are some of these shapes (`lending`), since copies would take memory, else on zeros.
+
+cuDNN needs all weights of a layer in one storage, where `RNNBase.flatten_parameters` puts them, and copies them there
+itself where they are not, which autograd saves. Layers whose weights lie otherwise in a run than in the step that was
+captured work too: what autograd saves in addition waits at the token, and what it saves no longer is copied.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -76,6 +81,7 @@ class Layer:
         trained: positions of those that need gradients.
         leaves: positions of parameters among them, where autocast casts a parameter only once.
         autocast: the dtype of autocast where the layer is called; "" if it is off.
+        offsets: of the weights in the storage that they share; empty if they share none.
     """
 
     kind: str
@@ -85,6 +91,7 @@ class Layer:
     trained: tuple[int, ...]
     leaves: tuple[int, ...]
     autocast: str
+    offsets: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -97,7 +104,7 @@ class Layer:
         """Return the layer of a text."""
         known = json.loads(text)
         given = (Shape(tuple(one["size"]), tuple(one["stride"]), one["dtype"]) for one in known["given"])
-        places = {name: tuple(known[name]) for name in ("numbers", "trained", "leaves")}
+        places = {name: tuple(known[name]) for name in ("numbers", "trained", "leaves", "offsets")}
         return Layer(**{**known, **places, "given": tuple(given)})
 
     @property
@@ -138,13 +145,38 @@ class _Recording:
 
     saved: tuple[_Saved, ...]
     own: tuple[int, ...]  # numbers of the saved tensors whose storages the tape consists of
+    whole: tuple[int, ...]  # elements of each of these storages
+    kept: tuple[tuple[int, int], ...]  # a saved tensor, by its number, of each given tensor or result that has some
     groups: tuple[tuple[int, ...], ...] = ()  # elements of each of these, then those left free, for each merged tensor
     dtype: torch.dtype = torch.uint8  # of merged tensors
 
+    def apart(self, held: Sequence[Tensor], known: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return those saved tensors, by number, that are no views of what they were views of in the recording.
+
+        Args:
+            known: what was given, and the results.
+        """
+        if all(storage_of(held[number]) == storage_of(known[place]) for number, place in self.kept):
+            return {}
+        places = ((number, one.source) for number, one in enumerate(self.saved) if one.source < len(known))
+        return {
+            number: held[number] for number, place in places if storage_of(held[number]) != storage_of(known[place])
+        }
+
     @torch.no_grad()
-    def tape(self, held: list[Tensor]) -> list[Tensor]:
-        """Return the tape of the tensors that autograd saved; `held` is emptied, since their graph refers to it."""
-        storages = [_whole(held[place]) for place in self.own]
+    def tape(self, held: list[Tensor], known: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tape of the tensors that autograd saved; `held` is emptied, since their graph refers to it.
+
+        Args:
+            known: what was given, and the results, of which an op must not return views.
+
+        Raises:
+            FxrematError: autograd saves tensors of other sizes than it did before.
+        """
+        others = set(map(storage_of, known))
+        storages = [_part(held[k], n) if storage_of(held[k]) in others else _whole(held[k]) for k, n in self._owned]
+        if tuple(one.numel() for one in storages) != self.whole:
+            raise FxrematError("autograd saves tensors of other sizes in a recurrent layer than it saved before")
         held.clear()
         if not self.groups:
             return storages
@@ -158,6 +190,10 @@ class _Recording:
             tape.append(merged)
         return tape
 
+    @property
+    def _owned(self) -> Iterator[tuple[int, int]]:
+        return zip(self.own, self.whole, strict=True)
+
 
 @dataclass(eq=False)
 class _Graph:
@@ -167,6 +203,7 @@ class _Graph:
     leaves: dict[int, Tensor] = field(default_factory=dict)  # position of a given tensor -> another leaf
     outputs: list[Any] = field(default_factory=list)  # an edge of the graph for each result; None: needs no gradient
     saved: Sequence[_Saved] = ()
+    apart: Mapping[int, Tensor] = field(default_factory=dict)  # saved tensors that are no views of sources in this run
     sources: Mapping[int, Tensor] = field(default_factory=dict)  # while the backward runs, what `saved` are views of
     gradients: dict[int, Tensor] = field(default_factory=dict)  # position of a given tensor -> its gradient
 
@@ -196,6 +233,8 @@ def _run(given: Sequence[Tensor], layer: Layer) -> tuple[list[Tensor], list[Tens
 
     def unpack(place: int) -> Tensor:
         now = known()
+        if place in now.apart:
+            return now.apart[place]  # type: ignore[no-any-return]
         return now.saved[place].of(now.sources)  # type: ignore[no-any-return]
 
     def inside(place: int, tensor: Tensor) -> Tensor:
@@ -225,6 +264,7 @@ def _recorded(held: Sequence[Tensor], known: Sequence[Tensor]) -> _Recording:
         known: what was given, and the results.
     """
     source = {storage_of(tensor): place for place, tensor in enumerate(known)}
+    exactly = {(storage_of(tensor), tensor.storage_offset()): place for place, tensor in enumerate(known)}
     own: dict[int, int] = {}  # storage -> number of the first saved tensor in it
     for number, tensor in enumerate(held):
         if storage_of(tensor) not in source:
@@ -232,6 +272,7 @@ def _recorded(held: Sequence[Tensor], known: Sequence[Tensor]) -> _Recording:
     dtypes = {held[number].dtype for number in own.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
     tape = len(known) + 1  # after the token
+    whole = {storage: _whole(held[number]).numel() for storage, number in own.items()}
     if len(own) <= MOST_TENSORS:
         groups: list[list[int]] = []
         begins = {storage: (tape + number, 0) for number, storage in enumerate(own)}
@@ -241,12 +282,21 @@ def _recorded(held: Sequence[Tensor], known: Sequence[Tensor]) -> _Recording:
     for tensor in held:
         storage, offset = storage_of(tensor), int(tensor.storage_offset())
         if storage in source:
-            at, begin = source[storage], -int(known[source[storage]].storage_offset()) * tensor.element_size()
+            at = exactly.get((storage, tensor.storage_offset()), source[storage])
+            begin = -int(known[at].storage_offset()) * tensor.element_size()
         else:
             at, begin = begins[storage]
         offset += begin // tensor.element_size()
         saved.append(_Saved(at, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype))
-    return _Recording(tuple(saved), tuple(own.values()), tuple(map(tuple, groups)), dtype)
+    kept = {one.source: number for number, one in enumerate(saved) if one.source < len(known)}
+    return _Recording(
+        saved=tuple(saved),
+        own=tuple(own.values()),
+        whole=tuple(whole.values()),
+        kept=tuple((number, place) for place, number in kept.items()),
+        groups=tuple(map(tuple, groups)),
+        dtype=dtype,
+    )
 
 
 def _merged(
@@ -280,6 +330,16 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
+def _part(tensor: Tensor, elements: int) -> Tensor:
+    """Return a copy of the first elements of the storage of a tensor, or of all, if there are fewer."""
+    return _whole(tensor)[:elements].clone()
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """Return a tensor that has a storage of its own size: the same, or a copy."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
 def _backward(
     graph: _Graph, gradients: Sequence[Tensor], which: Sequence[int], sources: Mapping[int, Tensor], layer: Layer
 ) -> list[Tensor]:
@@ -294,7 +354,7 @@ def _backward(
         graph.gradients.update((k, g) for k, g in zip(graph.leaves, found, strict=True) if g is not None)
         device = gradients[0].device
         return [
-            graph.gradients[place].detach()
+            _owned(graph.gradients[place].detach())  # cuDNN's are views of one tensor
             if place in graph.gradients
             else layer.given[place].empty(device).zero_()
             for place in layer.trained
@@ -331,17 +391,39 @@ def lending(tensors: Iterable[object]) -> Iterator[None]:
 
 
 def _samples(layer: Layer, device: torch.device) -> list[Tensor]:
-    """Return tensors to run a layer on, each with a storage of its own."""
+    """Return tensors to run a layer on, each with a storage of its own, but for weights that share one."""
+    if layer.offsets:
+        first = len(layer.given) - len(layer.offsets)
+        return [*_apart(layer.given[:first], device), *_together(layer.given[first:], layer.offsets, device)]
+    return _apart(layer.given, device)
+
+
+def _together(shapes: Sequence[Shape], offsets: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Return tensors at these offsets of one storage; lent ones, where there are such."""
+    found: dict[int, dict[tuple[Shape, int], Tensor]] = {}
+    for tensor in _lent.get():
+        if tensor.layout is torch.strided and tensor.device == device:
+            found.setdefault(storage_of(tensor), {})[Shape.of(tensor), tensor.storage_offset()] = tensor.detach()
+    wanted = list(zip(shapes, offsets, strict=True))
+    for lent in found.values():
+        if lent.keys() >= set(wanted):
+            return [lent[one] for one in wanted]
+    end = max(offset + math.prod(shape.size) for shape, offset in wanted)
+    biases = sum(shape.size[0] for shape in shapes)  # cuDNN has some also for layers without
+    whole = Shape((end + biases,), (1,), shapes[0].dtype).empty(device).zero_()
+    return [whole.as_strided(shape.size, shape.stride, offset) for shape, offset in wanted]
+
+
+def _apart(shapes: Sequence[Shape], device: torch.device) -> list[Tensor]:
+    """Return tensors with storages of their own; lent ones, where there are such."""
     pool: dict[tuple[Shape, torch.device], list[Tensor]] = {}
     seen = set[int]()
     for tensor in _lent.get():
         if tensor.layout is torch.strided and storage_of(tensor) not in seen:
             seen.add(storage_of(tensor))
             pool.setdefault((Shape.of(tensor), tensor.device), []).append(tensor.detach())
-    lent = (pool.get((shape, device)) for shape in layer.given)
-    return [
-        known.pop() if known else shape.empty(device).zero_() for known, shape in zip(lent, layer.given, strict=True)
-    ]
+    lent = (pool.get((shape, device)) for shape in shapes)
+    return [known.pop() if known else shape.empty(device).zero_() for known, shape in zip(lent, shapes, strict=True)]
 
 
 @functools.cache
@@ -352,7 +434,7 @@ def _looks(text: str, device: torch.device) -> _Looks:
         given = _samples(layer, device)
         results, held, graph = _run(given, layer)
         recording = _recorded(held, [*given, *results])
-        made = [*results, _token(device), *recording.tape(held)]
+        made = [*results, _token(device), *recording.tape(held, [*given, *results])]
         graph.saved, known = recording.saved, dict(enumerate([*given, *made]))
         found = _backward(graph, results, range(len(results)), known, layer) if layer.trained else []
     return _Looks(tuple(map(Shape.of, made)), tuple(map(Shape.of, found)), recording)
@@ -369,9 +451,10 @@ def _forward(given: Sequence[Tensor], text: str) -> tuple[list[Tensor], _Graph]:
     if len(held) != len(recording.saved):
         before = len(recording.saved)
         raise FxrematError(f"autograd saves {len(held)} tensors in a recurrent layer, where it saved {before} before")
-    graph.saved, token = recording.saved, _token(given[0].device)
+    graph.saved, graph.apart = recording.saved, recording.apart(held, [*given, *results])
+    token = _token(given[0].device)
     token.recurrent = graph  # type: ignore[attr-defined]
-    return [*results, token, *recording.tape(held)], graph
+    return [*results, token, *recording.tape(held, [*given, *results])], graph
 
 
 def _token(device: torch.device) -> Tensor:
@@ -483,5 +566,18 @@ def as_op(
     device = x.device.type
     dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else ""
     leaves = tuple(place for place in trained if dtype and place in parameters)
-    layer = Layer(kind, tuple(numbers), len(states), tuple(map(Shape.of, given)), trained, leaves, dtype)
+    shapes = tuple(map(Shape.of, given))
+    layer = Layer(kind, tuple(numbers), len(states), shapes, trained, leaves, dtype, _offsets(weights))
     return _Differentiable.apply(layer, *given)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _offsets(weights: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the offsets of weights in the storage that they share; none if they share none.
+
+    While a step is traced, the tensors' own storages do not tell: but of weights that share one, only the first begins
+    at its beginning, and none begins within another.
+    """
+    offsets = tuple(int(weight.storage_offset()) for weight in weights)
+    ends = sorted((offset, offset + weight.numel()) for offset, weight in zip(offsets, weights, strict=True))
+    alone = offsets[0] or any(end > offset for (_, end), (offset, _) in itertools.pairwise(ends))
+    return () if alone else offsets

@@ -1,8 +1,9 @@
 """Ops that are never recomputed, whatever the budget.
 
 These are the ops that the options `never_again` and `keep` name, those that selective checkpointing marks in
-the graph, and on CUDA those that turn floats into decisions: which expert a token goes to, which entries a mask
-selects. Computed a second time from floats that differ in the last bits, a decision may come out differently.
+the graph, and on CUDA two more kinds: ops that turn floats into decisions, which expert a token goes to or which
+entries a mask selects, since a decision that is computed a second time, from floats that differ in the last bits, may
+come out differently; and recurrent layers with dropout, since cuDNN's dropout has a state that nobody can set.
 
 No plan recomputes such an op. During the search each run of it costs as much as ten steps (`dear`); afterwards
 candidates that still recompute one are dropped, and times are corrected (`fair`).
@@ -23,6 +24,7 @@ from fxremat.errors import FxrematError
 from fxremat.graphs.accounting import device_of
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.nodes import tensors_of
+from fxremat.ops import recurrent
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.settings import Wish
 from fxremat.step.costs import Costs
@@ -47,11 +49,15 @@ INDEXING = {
     *(aten.nonzero, aten.masked_scatter, aten.histc, aten.bincount, aten.embedding, aten._grouped_mm),
 }
 
+WITH_OWN_STATE = {torch.ops.fxremat.recurrent_with_dropout.default}  # ops that draw with cuDNN's state
+
 
 def run_once(graph: Captured, never_again: Sequence[Wish]) -> frozenset[int]:
     """Return the forward ops that must not be recomputed. O(ops)."""
-    decided = set(_decisions(graph)) if kind_of(device_of(graph)).of_cuda else set()
-    return wished(graph, never_again) | decided
+    if not kind_of(device_of(graph)).of_cuda:
+        return wished(graph, never_again)
+    drawn = {op.index for op in graph.forward_ops if graph.nodes[op.index].target in WITH_OWN_STATE}
+    return wished(graph, never_again) | set(_decisions(graph)) | drawn
 
 
 def wished(graph: Captured, never_again: Sequence[Wish]) -> frozenset[int]:

@@ -19,7 +19,7 @@ import fxremat
 from benchmarks import meter
 from fxremat import Offload, Search
 from fxremat.ops import recurrent
-from fxremat.torch_private import torch_release
+from fxremat.torch_private import storage_of, torch_release
 from tests.dags import few
 from tests.steps import differences, step_of
 from tests.toys import WIDTH
@@ -59,6 +59,12 @@ def twins(model: nn.Module, mem: Any, **options: Any) -> tuple[Any, nn.Module]:
 def assert_equal_steps(ours: nn.Module, plain: nn.Module, *inputs: Any) -> None:
     mine, its = (step_of(model, lambda model=model: model(*inputs), lambda loss: loss) for model in (ours, plain))
     assert differences(mine, its) == []
+
+
+def assert_close_steps(ours: nn.Module, plain: nn.Module, x: Tensor) -> None:
+    mine, its = (step_of(model, lambda model=model: model(x), lambda loss: loss) for model in (ours, plain))
+    for name, gradient in its.gradients.items():
+        torch.testing.assert_close(mine.gradients[name], gradient, rtol=1e-4, atol=1e-5)
 
 
 def peak_of(model: nn.Module, x: Tensor) -> int:
@@ -201,9 +207,7 @@ def test_with_other_means(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     ours, plain = twins(Stack(nn.LSTM), "70%", **options)
     for _ in range(2):
-        mine, its = (step_of(m, lambda m=m: m(sequences()), lambda loss: loss) for m in (ours, plain))
-        for name, gradient in its.gradients.items():
-            torch.testing.assert_close(mine.gradients[name], gradient, rtol=1e-4, atol=1e-5)
+        assert_close_steps(ours, plain, sequences())
     assert peak_of(ours, sequences()) <= ours.plan.budget
 
 
@@ -241,6 +245,70 @@ def test_a_token_that_was_copied_is_refused() -> None:
         output, _, _, token, *_ = torch.ops.fxremat.recurrent(given, call.text)
         with pytest.raises(fxremat.FxrematError, match="the token of a recurrent layer was copied"):
             torch.ops.fxremat.recurrent_backward([output], [0], token.clone(), [], call.text)
+
+
+class LikeCudnn(torch.autograd.Function):
+    """`nn.LSTM` as cuDNN does it: weights lie in one storage, or are copied there, and so do their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Any, x: Tensor, h: Tensor, c: Tensor, *weights: Tensor) -> Any:
+        if len({storage_of(one) for one in weights}) == 1:
+            whole = weights[0].as_strided((sum(one.numel() for one in weights),), (1,), 0)
+        else:
+            whole = torch.cat([one.reshape(-1) for one in weights])
+        made = torch._VF.lstm(x, (h, c), list(weights), *numbers)
+        ctx.numbers = numbers
+        ctx.save_for_backward(x, h, c, *weights, whole, torch.zeros(3 * made[0].numel()))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, h, c, *weights, whole, _ = ctx.saved_tensors
+        parts = whole.split([one.numel() for one in weights])
+        leaves = [one.detach().requires_grad_() for one in (x, h, c)]
+        leaves += [part.view_as(one).detach().requires_grad_() for part, one in zip(parts, weights, strict=True)]
+        with torch.enable_grad():
+            made = torch._VF.lstm(leaves[0], leaves[1:3], leaves[3:], *ctx.numbers)
+        found = torch.autograd.grad(made, leaves, gradients)
+        flat = torch.cat([one.reshape(-1) for one in found[3:]])
+        shaped = zip(flat.split([one.numel() for one in weights]), weights, strict=True)
+        return None, *found[:3], *(part.view_as(one) for part, one in shaped)
+
+
+def like_cudnn(x: Tensor, states: Any, weights: Any, *numbers: Any) -> Any:
+    return LikeCudnn.apply(numbers, x, *states, *weights)  # type: ignore[no-untyped-call]
+
+
+def flatten(model: nn.Module) -> None:
+    """Move the parameters of each recurrent layer into one storage, as `RNNBase.flatten_parameters` does on CUDA."""
+    for layer in model.modules():
+        if isinstance(layer, nn.RNNBase):
+            weights = list(layer.parameters())
+            parts = torch.cat([one.detach().reshape(-1) for one in weights]).split([one.numel() for one in weights])
+            for weight, part in zip(weights, parts, strict=True):
+                weight.data = part.view_as(weight)
+
+
+@pytest.mark.parametrize("together", [(True, True), (False, False), (True, False), (False, True)])
+def test_weights_in_one_storage(together: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers' weights lie together or apart, while the step is captured and then while it runs."""
+    monkeypatch.setitem(recurrent.KINDS, "LSTM", like_cudnn)
+    recurrent._looks.cache_clear()
+    torch.manual_seed(0)
+    model = Stack(nn.LSTM)
+    if together[0]:
+        flatten(model)
+    ours, plain = twins(model, "min")
+    for step in range(3):
+        if step == 1 and together[0] and not together[1]:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+        elif step == 1 and together[1] and not together[0]:
+            flatten(model)
+        assert_close_steps(ours, plain, sequences())
+    extra = sum(one.nbytes for one in model.layers[0].parameters()) * (len(model.layers) if together[0] else 1)
+    assert peak_of(ours, sequences()) <= ours.plan.budget + (extra if together[0] != together[1] else 0)
+    recurrent._looks.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
