@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -275,8 +275,8 @@ class LikeCudnn(torch.autograd.Function):
         return None, *found[:3], *(part.view_as(one) for part, one in shaped)
 
 
-def like_cudnn(x: Tensor, states: Any, weights: Any, *numbers: Any) -> Any:
-    return LikeCudnn.apply(numbers, x, *states, *weights)  # type: ignore[no-untyped-call]
+def like_cudnn(layer: recurrent.Layer, given: Sequence[Tensor]) -> list[Tensor]:
+    return list(LikeCudnn.apply(layer.numbers, *given))  # type: ignore[no-untyped-call]
 
 
 def flatten(model: nn.Module) -> None:
@@ -292,7 +292,7 @@ def flatten(model: nn.Module) -> None:
 @pytest.mark.parametrize("together", [(True, True), (False, False), (True, False), (False, True)])
 def test_weights_in_one_storage(together: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers' weights lie together or apart, while the step is captured and then while it runs."""
-    monkeypatch.setitem(recurrent.KINDS, "LSTM", like_cudnn)
+    monkeypatch.setattr(recurrent.Layer, "run", like_cudnn)
     recurrent._looks.cache_clear()
     torch.manual_seed(0)
     model = Stack(nn.LSTM)
