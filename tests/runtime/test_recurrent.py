@@ -311,6 +311,18 @@ def test_weights_in_one_storage(together: tuple[bool, bool], monkeypatch: pytest
     recurrent._looks.cache_clear()
 
 
+def test_weights_that_lie_in_one_storage_are_not_saved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent.Layer, "run", like_cudnn)
+    recurrent._looks.cache_clear()
+    torch.manual_seed(0)
+    model = Stack(nn.LSTM)
+    apart = fxremat.plan(model, sequences(), mem="100%", search=QUICK).keep_all_peak
+    flatten(model)
+    together = fxremat.plan(model, sequences(), mem="100%", search=QUICK).keep_all_peak
+    assert apart - together > 2 * sum(one.nbytes for one in model.layers[0].parameters())
+    recurrent._looks.cache_clear()
+
+
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_the_first_step_takes_no_copy_of_the_layer(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Run a layer, to see what it returns, on the model's own parameters: copies would take half as much again."""
