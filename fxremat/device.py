@@ -13,7 +13,6 @@ CPUs are tested, and CUDA on a pretended device; the entries of ROCm, XPU and MP
 from __future__ import annotations
 
 import contextlib
-import struct
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -159,32 +158,35 @@ class Kind:
         generator: torch.Generator = self._module.default_generators[index]
         return generator
 
-    def restore(self, generator: torch.Generator, state: torch.Tensor) -> None:
-        """Set a generator of such a device to a state that it had.
+    @contextlib.contextmanager
+    def drawing_from(self, generator: torch.Generator, state: torch.Tensor) -> Iterator[None]:
+        """Return a context in which a generator of such a device has this state; it is as before afterwards.
 
-        `set_state` would also let cuDNN's dropout, which has a state of its own, begin anew with a seed from the
-        generator, and plain PyTorch draws none at that point. A state has two numbers of eight bytes, seed and offset.
+        On CUDA another generator lends its state: `set_state` would also let cuDNN's dropout, which has a state of its
+        own, begin anew with a seed that it draws from the generator, as plain PyTorch does not at that point.
         """
         if self.of_cuda:
-            seed, offset = struct.unpack("=QQ", state.numpy().tobytes())
-            if seed == generator.initial_seed():
-                generator.set_offset(offset)  # type: ignore[attr-defined]
-                return
-        generator.set_state(state)
-
-    @contextlib.contextmanager
-    def kept_random_state(self, device: torch.device) -> Iterator[None]:
-        """Return a context at whose end the random generators of the host and of the device are as they were before."""
-        with torch.random.fork_rng(devices=[]):
-            if not (self.accelerator and self.can(Ability.GENERATORS)):
-                yield
-                return
-            generator = self.generator(device)
-            state = generator.get_state()
+            now, other = generator.graphsafe_get_state(), generator.clone_state()
+            other.set_state(state)
+            generator.graphsafe_set_state(other)
             try:
                 yield
             finally:
-                self.restore(generator, state)
+                generator.graphsafe_set_state(now)
+            return
+        # a bytearray, so that no memory of torch's allocator is used while the op runs
+        before = bytearray(generator.get_state().numpy())
+        generator.set_state(state)
+        try:
+            yield
+        finally:
+            generator.set_state(torch.frombuffer(before, dtype=torch.uint8))
+
+    def kept_random_state(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return a context at whose end the random generators of the host and of the device are as they were before."""
+        if not (self.accelerator and self.can(Ability.GENERATORS)):
+            return torch.random.fork_rng(devices=[])
+        return torch.random.fork_rng(devices=[device], device_type=self.type)
 
     @property
     def _module(self) -> Any:

@@ -64,7 +64,7 @@ class GeneratorStates:
     def restore(self) -> None:
         """Set the generators to the saved states."""
         for generator, then in self._states:
-            _restore(generator, then.get_state())
+            generator.set_state(then.get_state())
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -75,7 +75,7 @@ class GeneratorStates:
             yield
         finally:
             for generator, state in before:
-                _restore(generator, state)
+                generator.set_state(state)
 
 
 class HostDraws:
@@ -110,14 +110,5 @@ def draw_saving(op: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
 def draw_again(state: torch.Tensor, op: Any, *arguments: Any, **options: Any) -> Any:
     """Run a random op from a saved generator state; afterwards the generator is as before."""
     generator = generator_of(arguments, options)
-    # a bytearray, so that no memory of torch's allocator is used while the op runs
-    now = bytearray(generator.get_state().numpy())
-    _restore(generator, state)
-    try:
+    with kind_of(generator.device).drawing_from(generator, state):
         return op(*arguments, **options)
-    finally:
-        _restore(generator, torch.frombuffer(now, dtype=torch.uint8))
-
-
-def _restore(generator: torch.Generator, state: torch.Tensor) -> None:
-    kind_of(generator.device).restore(generator, state)
