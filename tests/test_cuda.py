@@ -18,8 +18,10 @@ from benchmarks import meter, models
 from fxremat.host.files import FileTier
 from fxremat.host.pinned import PinnedTier
 from fxremat.settings import Inductor, Offload, Search
+from tests.runtime.test_recurrent import KINDS, sequences
+from tests.runtime.test_recurrent import Stack as Recurrent
 from tests.slices.test_models import EXAMPLES, HALF_CLOSE, error, gradients_after
-from tests.toys import Loss
+from tests.toys import WIDTH, Loss
 from tests.training import Trace, differences, least_budget, train
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("torch_ready", "repeatable")]
@@ -290,6 +292,71 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.
     loss.backward()
     optimizer.step()
     return float(loss.detach())
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layers_have_cudnn_s_bits(kind: str, together: bool) -> None:
+    """cuDNN's layers, whose weights lie in one storage, as `.cuda()` leaves them, or each in its own, as copies do."""
+    torch.manual_seed(0)
+    base = Recurrent(KINDS[kind], 3).cuda()
+    plain, batch = _copy(base, together), (sequences(128, 64).cuda(),)
+    wanted = _step(plain, batch)
+    for mem in ("100%", "min"):
+        torch._dynamo.reset()
+        ours = fxremat.compile(_copy(base, together), mem=mem, search=Search(seconds=0.3, progress=False))
+        for _ in range(3):
+            assert all(map(torch.equal, _step(ours, batch), wanted))
+        measured = meter.model_peak(ours, batch, "cuda")
+        assert 0.98 * ours.plan.predicted_peak <= measured <= ours.plan.budget
+
+
+@pytest.mark.parametrize("mem", ["100%", "min"])
+def test_dropout_of_cudnn_goes_on_as_in_plain_training(mem: str) -> None:
+    """Recurrent layers with dropout between dropout of PyTorch, which is drawn again, and one seed for four steps."""
+    torch.manual_seed(0)
+    base = _Dropping().cuda()
+    batch, losses = (sequences(128, 64).cuda(),), []
+    ours = fxremat.compile(_copy(base, True), mem=mem, search=Search(seconds=0.3, progress=False))
+    for model in (ours, _copy(base, True)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(1)
+        losses.append([])
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(*batch)
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+
+
+class _Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.3) for _ in range(2))
+        wide = (nn.Linear(WIDTH, 16 * WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(16 * WIDTH, WIDTH))
+        self.wide = nn.ModuleList(copy.deepcopy(nn.Sequential(*wide)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, wide in zip(self.layers, self.wide, strict=True):
+            x = x + wide(layer(x)[0])
+        return x.square().mean()
+
+
+def _copy(model: nn.Module, together: bool) -> nn.Module:
+    made = copy.deepcopy(model)
+    for layer in made.modules():
+        if together and isinstance(layer, nn.RNNBase):
+            layer.flatten_parameters()
+    return made
+
+
+def _step(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss = model(*batch)
+    loss.backward()
+    return [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks import gpu, gpu_first_hour, models, report
 from benchmarks.answers import Answer, answer, difference, outcome
 from benchmarks.compare import compare
-from benchmarks.first_hour import memory, part
+from benchmarks.first_hour import memory, page, part
 from benchmarks.first_hour.part import Column, Measure, Results, Row, Unfinished
 from benchmarks.models import Case, on_gpus
 from tests.toys import Loss, Stack
@@ -130,6 +130,17 @@ def test_other_conditions_have_rows_of_their_own(
     assert {"gpu", "torch", "date"} <= record["conditions"].keys()
     monkeypatch.delenv("OUT")
     assert results().path == part.FOLDER / "memory.json"
+
+
+def test_rows_of_several_days_stand_in_one_table(results: Callable[[], Results]) -> None:
+    run: list[str] = []
+    for date, case in (("2026-11-26", "gpt"), ("2026-11-28", "resnet")):
+        some = results()
+        some.conditions["date"] = date
+        some.run({case: cases(run)[case]})
+    assert {case: row["date"] for case, row in results().rows.items()} == {"gpt": "2026-11-26", "resnet": "2026-11-28"}
+    said = page.table("facts", results().path.read_text().replace('"bytes"', '"found"'))
+    assert said.endswith("measured on 2026-11-26; resnet on 2026-11-28.")
 
 
 def test_what_no_time_was_left_for_is_named(results: Callable[[], Results]) -> None:

@@ -27,7 +27,13 @@ def table(name: str, record: str) -> str:
     about = found["conditions"]
     lines = [f"| | {' | '.join(column.name for column in columns)} |", f"|---|{'---|' * len(columns)}"]
     lines += [f"| {case} | {' | '.join(_cells(row, columns))} |" for case, row in found["rows"].items()]
-    return "\n".join([*lines, "", f"{about['gpu']}, torch {about['torch']}, measured on {about['date']}."])
+    cases: dict[str, list[str]] = {}
+    for case, row in found["rows"].items():
+        cases.setdefault(row.get("date", about["date"]), []).append(case)
+    dates = sorted(cases)
+    some = "".join(f"; {', '.join(cases[date])} on {date}" for date in dates[1:])
+    lines += ["", f"{about['gpu']}, torch {about['torch']}, measured on {dates[0]}{some}."]
+    return "\n".join(lines)
 
 
 def _cells(row: Row, columns: Sequence[Column]) -> list[str]:

@@ -123,7 +123,7 @@ class Results:
                 left.append(case)
                 continue
             else:
-                self.rows[case] = measured(measure)
+                self.rows[case] = {**measured(measure), "date": self.conditions["date"]}
                 self.write()
             print(line(case, self.rows[case], self.columns) + note, flush=True)
         if left:
@@ -147,7 +147,8 @@ def known(path: Path, now: Mapping[str, Any]) -> dict[str, Row]:
         return {}
     record = json.loads(path.read_text())
     alike = all(record["conditions"].get(name) == now.get(name) for name in SAME)
-    return dict(record["rows"]) if alike else {}
+    date = record["conditions"]["date"]
+    return {case: {"date": date, **row} for case, row in record["rows"].items()} if alike else {}
 
 
 def measured(measure: Measure) -> Row:

@@ -403,7 +403,8 @@ def _together(shapes: Sequence[Shape], offsets: Sequence[int], device: torch.dev
     found: dict[int, dict[tuple[Shape, int], Tensor]] = {}
     for tensor in _lent.get():
         if tensor.layout is torch.strided and tensor.device == device:
-            found.setdefault(storage_of(tensor), {})[Shape.of(tensor), tensor.storage_offset()] = tensor.detach()
+            place = Shape.of(tensor), int(tensor.storage_offset())
+            found.setdefault(storage_of(tensor), {})[place] = tensor.detach()
     wanted = list(zip(shapes, offsets, strict=True))
     for lent in found.values():
         if lent.keys() >= set(wanted):
@@ -478,6 +479,9 @@ def recurrent(given: Sequence[Tensor], layer: str) -> list[Tensor]:
 def recurrent_with_dropout(given: Sequence[Tensor], layer: str) -> list[Tensor]:
     """Run a layer that draws dropout masks, as `recurrent`."""
     return _forward(given, layer)[0]
+
+
+DROPPING = torch.ops.fxremat.recurrent_with_dropout.default
 
 
 @recurrent.register_fake

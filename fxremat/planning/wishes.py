@@ -49,14 +49,12 @@ INDEXING = {
     *(aten.nonzero, aten.masked_scatter, aten.histc, aten.bincount, aten.embedding, aten._grouped_mm),
 }
 
-WITH_OWN_STATE = {torch.ops.fxremat.recurrent_with_dropout.default}  # ops that draw with cuDNN's state
-
 
 def run_once(graph: Captured, never_again: Sequence[Wish]) -> frozenset[int]:
     """Return the forward ops that must not be recomputed. O(ops)."""
     if not kind_of(device_of(graph)).of_cuda:
         return wished(graph, never_again)
-    drawn = {op.index for op in graph.forward_ops if graph.nodes[op.index].target in WITH_OWN_STATE}
+    drawn = {op.index for op in graph.forward_ops if graph.nodes[op.index].target is recurrent.DROPPING}
     return wished(graph, never_again) | set(_decisions(graph)) | drawn
 
 

@@ -108,6 +108,22 @@ def test_decisions_out_of_floats_run_once_on_cuda() -> None:
     assert not {name for name in once if name.startswith(("tanh", "addmm", "mul"))}
 
 
+@pytest.mark.parametrize(("dropout", "expected"), [(0.5, ["recurrent_with_dropout"]), (0.0, [])])
+def test_dropout_of_cudnn_runs_once(dropout: float, expected: list[str]) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.LSTM(8, 8, 2, dropout=dropout)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)[0].sum()  # type: ignore[no-any-return]
+
+    graph: Any = fxremat.capture(Layer(), (torch.randn(3, 4, 8),), costs="estimate", search=QUICK).graph
+    assert run_once(graph, ()) == frozenset()
+    object.__setattr__(graph, "device", "cuda:0")
+    assert [graph.nodes[op].name for op in run_once(graph, ())] == expected
+
+
 def test_masks_that_select_are_decisions_and_those_that_multiply_are_not() -> None:
     class Masked(torch.nn.Module):
         def __init__(self) -> None:
