@@ -17,6 +17,7 @@ that is captured, where there are some of these shapes (`lending`), since copies
 cuDNN needs all weights of a layer in one storage, where `RNNBase.flatten_parameters` puts them, and copies them there
 itself where they are not, which autograd saves. Layers whose weights lie otherwise in a run than in the step that was
 captured work too: what autograd saves in addition waits at the token, and what it saves no longer is copied.
+The state of cuDNN's dropout, one tensor of the process that autograd saves in each layer, waits there as well.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ from fxremat.device import kind_of
 from fxremat.errors import FxrematError
 from fxremat.graphs.symbolic import NotSymbolic
 from fxremat.ops.random import HOST
-from fxremat.torch_private import autograd_inside_of_ops, is_real, real_tensors, recurrent_kernels, storage_of
+from fxremat.torch_private import autograd_inside_of_ops, is_real, real_tensors, recurrent_kernels, storage_of, storage_watch
 
 KINDS = recurrent_kernels()  # "LSTM", "GRU", "RNN_TANH", "RNN_RELU" -> PyTorch's function
+ELSEWHERE = -1
 MOST_TENSORS = 16  # a tape of more tensors is copied into fewer
 MERGED = 8  # number of these
 ALIGNED = 64  # bytes at whose multiples tensors begin in it
@@ -125,7 +127,7 @@ class Layer:
 class _Saved:
     """A tensor that autograd saved, as a view of a given tensor, of a result, or of a tensor of the tape."""
 
-    source: int  # position in [*given, *results, token, *tape]
+    source: int  # position in [*given, *results, token, *tape]; ELSEWHERE for a tensor that outlives all runs
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int  # of its first element from that of the source
@@ -147,6 +149,7 @@ class _Recording:
     own: tuple[int, ...]  # numbers of the saved tensors whose storages the tape consists of
     whole: tuple[int, ...]  # elements of each of these storages
     kept: tuple[tuple[int, int], ...]  # a saved tensor, by its number, of each given tensor or result that has some
+    lasting: tuple[int, ...] = ()  # numbers of the saved tensors whose storages outlive all runs
     groups: tuple[tuple[int, ...], ...] = ()  # elements of each of these, then those left free, for each merged tensor
     dtype: torch.dtype = torch.uint8  # of merged tensors
 
@@ -156,10 +159,11 @@ class _Recording:
         Args:
             known: what was given, and the results.
         """
+        found = {number: held[number] for number in self.lasting}
         if all(storage_of(held[number]) == storage_of(known[place]) for number, place in self.kept):
-            return {}
-        places = ((number, one.source) for number, one in enumerate(self.saved) if one.source < len(known))
-        return {
+            return found
+        places = ((number, one.source) for number, one in enumerate(self.saved) if 0 <= one.source < len(known))
+        return found | {
             number: held[number] for number, place in places if storage_of(held[number]) != storage_of(known[place])
         }
 
@@ -257,17 +261,18 @@ def _run(given: Sequence[Tensor], layer: Layer) -> tuple[list[Tensor], list[Tens
     return results, held, graph
 
 
-def _recorded(held: Sequence[Tensor], known: Sequence[Tensor]) -> _Recording:
+def _recorded(held: Sequence[Tensor], known: Sequence[Tensor], lasting: Sequence[int] = ()) -> _Recording:
     """Return the recording of a run.
 
     Args:
         known: what was given, and the results.
+        lasting: numbers of the saved tensors whose storages outlive all runs.
     """
     source = {storage_of(tensor): place for place, tensor in enumerate(known)}
     exactly = {(storage_of(tensor), tensor.storage_offset()): place for place, tensor in enumerate(known)}
     own: dict[int, int] = {}  # storage -> number of the first saved tensor in it
     for number, tensor in enumerate(held):
-        if storage_of(tensor) not in source:
+        if storage_of(tensor) not in source and number not in lasting:
             own.setdefault(storage_of(tensor), number)
     dtypes = {held[number].dtype for number in own.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
@@ -279,21 +284,24 @@ def _recorded(held: Sequence[Tensor], known: Sequence[Tensor]) -> _Recording:
     else:
         groups, begins = _merged([(one, held[k].untyped_storage().nbytes()) for one, k in own.items()], dtype, tape)
     saved = list[_Saved]()
-    for tensor in held:
+    for number, tensor in enumerate(held):
         storage, offset = storage_of(tensor), int(tensor.storage_offset())
-        if storage in source:
+        if number in lasting:
+            at, begin = ELSEWHERE, 0
+        elif storage in source:
             at = exactly.get((storage, tensor.storage_offset()), source[storage])
             begin = -int(known[at].storage_offset()) * tensor.element_size()
         else:
             at, begin = begins[storage]
         offset += begin // tensor.element_size()
         saved.append(_Saved(at, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype))
-    kept = {one.source: number for number, one in enumerate(saved) if one.source < len(known)}
+    kept = {one.source: number for number, one in enumerate(saved) if 0 <= one.source < len(known)}
     return _Recording(
         saved=tuple(saved),
         own=tuple(own.values()),
         whole=tuple(whole.values()),
         kept=tuple((number, place) for place, number in kept.items()),
+        lasting=tuple(lasting),
         groups=tuple(map(tuple, groups)),
         dtype=dtype,
     )
@@ -374,7 +382,7 @@ class _Looks:
     @functools.cached_property
     def sources(self) -> tuple[int, ...]:
         """Positions in `[*given, *results, token, *tape]` of what the backward reads, in order."""
-        return tuple(sorted({one.source for one in self.recording.saved}))
+        return tuple(sorted({one.source for one in self.recording.saved} - {ELSEWHERE}))
 
 
 _lent: ContextVar[Sequence[Tensor]] = ContextVar("fxremat_lent", default=())
@@ -433,12 +441,23 @@ def _looks(text: str, device: torch.device) -> _Looks:
     layer = Layer.parse(text)
     with real_tensors(), kind_of(device).kept_random_state(device):
         given = _samples(layer, device)
+        lasting = _lasting(given, layer) if layer.draws else []
         results, held, graph = _run(given, layer)
-        recording = _recorded(held, [*given, *results])
+        recording = _recorded(held, [*given, *results], lasting)
+        graph.apart = recording.apart(held, [*given, *results])
         made = [*results, _token(device), *recording.tape(held, [*given, *results])]
         graph.saved, known = recording.saved, dict(enumerate([*given, *made]))
         found = _backward(graph, results, range(len(results)), known, layer) if layer.trained else []
     return _Looks(tuple(map(Shape.of, made)), tuple(map(Shape.of, found)), recording)
+
+
+def _lasting(given: Sequence[Tensor], layer: Layer) -> list[int]:
+    """Return the numbers of the saved tensors whose storages stay after a run, such as the state of cuDNN's dropout."""
+    own = set(map(storage_of, given))
+    held = _run(given, layer)[1]
+    storages = {number: storage_watch(one) for number, one in enumerate(held) if storage_of(one) not in own}
+    held.clear()  # autograd's hooks refer to it
+    return [number for number, is_alive in storages.items() if is_alive()]
 
 
 def _forward(given: Sequence[Tensor], text: str) -> tuple[list[Tensor], _Graph]:
