@@ -41,7 +41,14 @@ from fxremat.device import kind_of
 from fxremat.errors import FxrematError
 from fxremat.graphs.symbolic import NotSymbolic
 from fxremat.ops.random import HOST
-from fxremat.torch_private import autograd_inside_of_ops, is_real, real_tensors, recurrent_kernels, storage_of, storage_watch
+from fxremat.torch_private import (
+    autograd_inside_of_ops,
+    is_real,
+    real_tensors,
+    recurrent_kernels,
+    storage_of,
+    storage_watch,
+)
 
 KINDS = recurrent_kernels()  # "LSTM", "GRU", "RNN_TANH", "RNN_RELU" -> PyTorch's function
 ELSEWHERE = -1
