@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -294,11 +294,20 @@ def flatten(model: nn.Module) -> None:
                 weight.data = part.view_as(weight)
 
 
-@pytest.mark.parametrize("together", [(True, True), (False, False), (True, False), (False, True)])
-def test_weights_in_one_storage(together: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers' weights lie together or apart, while the step is captured and then while it runs."""
+@pytest.fixture
+def cudnn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Layers that run as cuDNN's do, and costs and layouts of their own."""
     monkeypatch.setattr(recurrent.Layer, "run", like_cudnn)
+    monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
     recurrent._looks.cache_clear()
+    yield
+    recurrent._looks.cache_clear()
+
+
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("together", [(True, True), (False, False), (True, False), (False, True)])
+def test_weights_in_one_storage(together: tuple[bool, bool]) -> None:
+    """The layers' weights lie together or apart, while the step is captured and then while it runs."""
     torch.manual_seed(0)
     model = Stack(nn.LSTM)
     if together[0]:
@@ -313,30 +322,25 @@ def test_weights_in_one_storage(together: tuple[bool, bool], monkeypatch: pytest
         assert_close_steps(ours, plain, sequences())
     extra = sum(one.nbytes for one in model.layers[0].parameters()) * (len(model.layers) if together[0] else 1)
     assert peak_of(ours, sequences()) <= ours.plan.budget + (extra if together[0] != together[1] else 0)
-    recurrent._looks.cache_clear()
 
 
-def test_the_state_of_dropout_is_no_activation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent.Layer, "run", like_cudnn)
-    recurrent._looks.cache_clear()
+@pytest.mark.usefixtures("cudnn")
+def test_the_state_of_dropout_is_no_activation() -> None:
     torch.manual_seed(0)
     ours = fxremat.compile(Stack(nn.LSTM, num_layers=2, dropout=0.5), mem="100%", search=QUICK)
     for _ in range(3):
         peak = peak_of(ours, sequences())
     assert peak <= ours.plan.predicted_peak <= peak + STATE.nbytes // 4
-    recurrent._looks.cache_clear()
 
 
-def test_weights_that_lie_in_one_storage_are_not_saved_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent.Layer, "run", like_cudnn)
-    recurrent._looks.cache_clear()
+@pytest.mark.usefixtures("cudnn")
+def test_weights_that_lie_in_one_storage_are_not_saved_again() -> None:
     torch.manual_seed(0)
     model = Stack(nn.LSTM)
     apart = fxremat.plan(model, sequences(), mem="100%", search=QUICK).keep_all_peak
     flatten(model)
     together = fxremat.plan(model, sequences(), mem="100%", search=QUICK).keep_all_peak
     assert apart - together > 2 * sum(one.nbytes for one in model.layers[0].parameters())
-    recurrent._looks.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
