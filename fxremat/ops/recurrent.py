@@ -51,7 +51,7 @@ from fxremat.torch_private import (
 )
 
 KINDS = recurrent_kernels()  # "LSTM", "GRU", "RNN_TANH", "RNN_RELU" -> PyTorch's function
-ELSEWHERE = -1
+ELSEWHERE = -1  # instead of a position, for a saved tensor whose storage outlives all runs
 MOST_TENSORS = 16  # a tape of more tensors is copied into fewer
 MERGED = 8  # number of these
 ALIGNED = 64  # bytes at whose multiples tensors begin in it
@@ -134,7 +134,7 @@ class Layer:
 class _Saved:
     """A tensor that autograd saved, as a view of a given tensor, of a result, or of a tensor of the tape."""
 
-    source: int  # position in [*given, *results, token, *tape]; ELSEWHERE for a tensor that outlives all runs
+    source: int  # position in [*given, *results, token, *tape], or `ELSEWHERE`
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int  # of its first element from that of the source
@@ -155,24 +155,37 @@ class _Recording:
     saved: tuple[_Saved, ...]
     own: tuple[int, ...]  # numbers of the saved tensors whose storages the tape consists of
     whole: tuple[int, ...]  # elements of each of these storages
-    kept: tuple[tuple[int, int], ...]  # a saved tensor, by its number, of each given tensor or result that has some
-    lasting: tuple[int, ...] = ()  # numbers of the saved tensors whose storages outlive all runs
+    known: int  # number of the given tensors and the results
     groups: tuple[tuple[int, ...], ...] = ()  # elements of each of these, then those left free, for each merged tensor
     dtype: torch.dtype = torch.uint8  # of merged tensors
 
+    @functools.cached_property
+    def lasting(self) -> tuple[int, ...]:
+        """Numbers of the saved tensors whose storages outlive all runs."""
+        return tuple(number for number, one in enumerate(self.saved) if one.source == ELSEWHERE)
+
+    @functools.cached_property
+    def of_known(self) -> dict[_Saved, list[int]]:
+        """View of a given tensor or a result -> numbers of the saved tensors that are this view."""
+        found: dict[_Saved, list[int]] = {}
+        for number, one in enumerate(self.saved):
+            if ELSEWHERE < one.source < self.known:
+                found.setdefault(one, []).append(number)
+        return found
+
     def apart(self, held: Sequence[Tensor], known: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return those saved tensors, by number, that are no views of what they were views of in the recording.
+        """Return those saved tensors, by number, that are no views of what was given or made in this run.
 
         Args:
             known: what was given, and the results.
         """
-        found = {number: held[number] for number in self.lasting}
-        if all(storage_of(held[number]) == storage_of(known[place]) for number, place in self.kept):
-            return found
-        places = ((number, one.source) for number, one in enumerate(self.saved) if 0 <= one.source < len(known))
-        return found | {
-            number: held[number] for number, place in places if storage_of(held[number]) != storage_of(known[place])
-        }
+        moved = [
+            number
+            for view, numbers in self.of_known.items()
+            if storage_of(held[numbers[0]]) != storage_of(known[view.source])
+            for number in numbers
+        ]
+        return {number: held[number] for number in (*self.lasting, *moved)}
 
     @torch.no_grad()
     def tape(self, held: list[Tensor], known: Sequence[Tensor]) -> list[Tensor]:
@@ -185,7 +198,8 @@ class _Recording:
             FxrematError: autograd saves tensors of other sizes than it did before.
         """
         others = set(map(storage_of, known))
-        storages = [_part(held[k], n) if storage_of(held[k]) in others else _whole(held[k]) for k, n in self._owned]
+        owned = zip(self.own, self.whole, strict=True)
+        storages = [_part(held[k], n) if storage_of(held[k]) in others else _whole(held[k]) for k, n in owned]
         if tuple(one.numel() for one in storages) != self.whole:
             raise FxrematError("autograd saves tensors of other sizes in a recurrent layer than it saved before")
         held.clear()
@@ -200,10 +214,6 @@ class _Recording:
             del own
             tape.append(merged)
         return tape
-
-    @property
-    def _owned(self) -> Iterator[tuple[int, int]]:
-        return zip(self.own, self.whole, strict=True)
 
 
 @dataclass(eq=False)
@@ -302,13 +312,11 @@ def _recorded(held: Sequence[Tensor], known: Sequence[Tensor], lasting: Sequence
             at, begin = begins[storage]
         offset += begin // tensor.element_size()
         saved.append(_Saved(at, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype))
-    kept = {one.source: number for number, one in enumerate(saved) if 0 <= one.source < len(known)}
     return _Recording(
         saved=tuple(saved),
         own=tuple(own.values()),
         whole=tuple(whole.values()),
-        kept=tuple((number, place) for place, number in kept.items()),
-        lasting=tuple(lasting),
+        known=len(known),
         groups=tuple(map(tuple, groups)),
         dtype=dtype,
     )
@@ -451,9 +459,8 @@ def _looks(text: str, device: torch.device) -> _Looks:
         lasting = _lasting(given, layer) if layer.draws else []
         results, held, graph = _run(given, layer)
         recording = _recorded(held, [*given, *results], lasting)
-        graph.apart = recording.apart(held, [*given, *results])
-        made = [*results, _token(device), *recording.tape(held, [*given, *results])]
-        graph.saved, known = recording.saved, dict(enumerate([*given, *made]))
+        made = _made(given, results, held, graph, recording)
+        known = dict(enumerate([*given, *made]))
         found = _backward(graph, results, range(len(results)), known, layer) if layer.trained else []
     return _Looks(tuple(map(Shape.of, made)), tuple(map(Shape.of, found)), recording)
 
@@ -478,14 +485,18 @@ def _forward(given: Sequence[Tensor], text: str) -> tuple[list[Tensor], _Graph]:
     if len(held) != len(recording.saved):
         before = len(recording.saved)
         raise FxrematError(f"autograd saves {len(held)} tensors in a recurrent layer, where it saved {before} before")
-    graph.saved, graph.apart = recording.saved, recording.apart(held, [*given, *results])
-    token = _token(given[0].device)
+    return _made(given, results, held, graph, recording), graph
+
+
+def _made(
+    given: Sequence[Tensor], results: Sequence[Tensor], held: list[Tensor], graph: _Graph, recording: _Recording
+) -> list[Tensor]:
+    """Return `[*results, token, *tape]` of a run; the token has its graph, and `held` is emptied."""
+    known = [*given, *results]
+    graph.saved, graph.apart = recording.saved, recording.apart(held, known)
+    token = torch.ones(1, dtype=torch.int64, device=given[0].device)
     token.recurrent = graph  # type: ignore[attr-defined]
-    return [*results, token, *recording.tape(held, [*given, *results])], graph
-
-
-def _token(device: torch.device) -> Tensor:
-    return torch.ones(1, dtype=torch.int64, device=device)
+    return [*results, token, *recording.tape(held, known)]
 
 
 @torch.library.custom_op("fxremat::recurrent", mutates_args=())
@@ -507,6 +518,7 @@ def recurrent_with_dropout(given: Sequence[Tensor], layer: str) -> list[Tensor]:
     return _forward(given, layer)[0]
 
 
+# the op of layers that draw dropout masks, in graphs
 DROPPING = torch.ops.fxremat.recurrent_with_dropout.default
 
 
