@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxremat.errors import CaptureError
 from fxremat.ops.random import devices_of
@@ -92,6 +92,12 @@ def _compiled_node(nodes: Iterable[Any]) -> Any:
     return None
 
 
+def _edge_of(x: Tensor) -> tuple[Any, int]:
+    """Return the autograd node that a gradient of `x` goes to, and the index of the gradient among those it gets."""
+    edge = get_gradient_edge(x)
+    return edge.node, edge.output_nr
+
+
 class _Call:
     """One call of a `TwiceDifferentiable`: weak references to its inputs, and the state of generators and autocast."""
 
@@ -141,12 +147,15 @@ class _Call:
             warnings.warn(UNPLANNED.format(what=BATCHED if self.batched else DOUBLE), stacklevel=2)
         self.step.tell()
         with self.state.restored(), torch.enable_grad():
-            outputs = self.step.plain(*inputs)
+            given = [_edge_of(x) if isinstance(x, Tensor) and x.requires_grad else None for x in inputs]
+            apart = {edge: x.view_as(x) for edge, x in zip(given, inputs, strict=True) if edge is not None}
+            outputs = self.step.plain(*(apart.get(edge, x) for edge, x in zip(given, inputs, strict=True)))
         places = {edge: place for place, edge in reversed([*enumerate(edges)]) if edge[0] is not None}
         gradients: list[Tensor | None] = [None] * len(edges)
         found = torch.autograd.grad(
             [outputs[position] for position in tangents],
-            [GradientEdge(*edge) for edge in places],
+            # of views: an input may be computed from another, whose gradient is not to include what passes through it
+            [apart.get(edge, GradientEdge(*edge)) for edge in places],
             list(tangents.values()),
             create_graph=torch.is_grad_enabled(),
             allow_unused=True,

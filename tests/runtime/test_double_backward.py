@@ -123,6 +123,44 @@ def test_across_graphs() -> None:
     assert not saved_calls
 
 
+class Repeated(nn.Module):
+    """Reads a parameter again in what is computed from it: in a second graph, or outside of the model."""
+
+    def __init__(self, *, broken: bool) -> None:
+        super().__init__()
+        self.layer, self.broken = nn.Linear(WIDTH, WIDTH), broken
+
+    def once(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3 if self.broken else 1):
+            x = self.once(x)
+            if self.broken:
+                torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_an_input_that_is_computed_from_another(broken: bool) -> None:
+    torch.manual_seed(0)
+    model = Repeated(broken=broken)
+    ours, plain = fxremat.compile(model, mem="100%", search=QUICK), copy.deepcopy(model)
+
+    def penalized(model: nn.Module) -> Any:
+        def loss_of(output: Tensor) -> Tensor:
+            loss = output.square().mean()
+            gradients = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+            return loss + sum(gradient.square().sum() for gradient in gradients)
+
+        return step_of(model, lambda: model(rows() @ model.layer.weight), loss_of)
+
+    for _ in range(3):
+        step_of(ours, lambda: ours(rows() @ ours.layer.weight), lambda output: output.square().mean())
+    with pytest.warns(UserWarning, match="gradients of gradients"):
+        assert_close(penalized(ours), penalized(plain))
+
+
 def test_forces_that_the_model_computes_itself() -> None:
     torch.manual_seed(0)
     ours, plain = twins(Forces())
