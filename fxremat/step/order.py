@@ -142,7 +142,8 @@ class _Replay:
         self.blocks += [block] * len(ran.ops)
         self._current |= ran.made
         self._ran |= ran.ran
-        self._waiting = ran.waiting
+        if kept is None:  # a forward leaves what waits as it is, and its key does not have it
+            self._waiting = ran.waiting
 
     def _store(self, item: tuple[str, int], values: int) -> None:
         self._covers.add(values)

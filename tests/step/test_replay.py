@@ -167,11 +167,22 @@ def test_an_op_that_returns_nothing_runs_once() -> None:
 
 @st.composite
 def layouts(draw: Any) -> Layout:
-    """A random joint graph cut anywhere, some of whose values are held, with a second save option for each block."""
+    """A random joint graph cut anywhere, some of whose values are held, with a second save option for each block.
+
+    Backward ops may be in any block, so that some wait for gradients that backwards of others make.
+    """
     joint = draw(joints())
     joint = replace(joint, ops=tuple(replace(one, again_writes=one.writes) for one in joint.ops))
     ends = draw(st.sets(st.integers(0, joint.forward_count - 1)))
     layout = lay_out(joint, sorted(ends))
+    if draw(st.booleans()):
+        backward = [one.index for one in joint.backward_ops]
+        block_of = {one: draw(st.integers(0, len(layout.blocks) - 1)) for one in backward}
+        blocks = (
+            replace(block, backward=tuple(one for one in backward if block_of[one] == number))
+            for number, block in enumerate(layout.blocks)
+        )
+        layout = replace(layout, blocks=tuple(blocks))
     made = sorted(value for block in layout.blocks for value in block.made)
     layout = replace(layout, held=layout.held | frozenset(value for value in made if draw(st.integers(0, 4)) == 0))
     options = [[block.saved[0] & block.boundary] for block in layout.blocks]
@@ -242,6 +253,12 @@ def test_a_backward_op_waits_for_a_gradient_of_an_earlier_block() -> None:
     program = rematerialize(towers(), Schedule.parse("Fall1 Fall2 B2 B1"))
     assert text(program) == "0 1 | 3 2"
     assert [step.block for step in program.executions] == [0, 1, 0, 0]
+
+
+def test_a_forward_that_ran_before_leaves_the_ops_that_wait() -> None:
+    layout = towers()
+    for schedule in ("Fall1 Fall1 Fall2 B2 B1", "Fall1 Fall2 B2 Fall1 B1"):
+        assert text(rematerialize(layout, Schedule.parse(schedule))).endswith("3 2")
 
 
 def test_a_schedule_that_ends_while_an_op_waits_is_refused() -> None:
