@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fxremat.search.survey import least_of, survey
-from tests.saved_steps import NAMES, saved
+from fxremat.step.verify import verify
+from tests.saved_steps import NAMES, VARIED, saved, surveyed
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -14,3 +15,10 @@ pytestmark = pytest.mark.usefixtures("torch_ready")
 def test_one_way_to_cut_comes_near_the_least_of_all(name: str) -> None:
     step = saved(name)
     assert least_of(step.graph, step.costs).peak <= 1.5 * survey(step.graph, step.costs, effort=0.0).minimum
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_each_candidate_runs_the_step(name: str) -> None:
+    frontier = surveyed(name)
+    for candidate in (frontier.keep_all, *frontier.candidates):
+        verify(candidate.order().program())
