@@ -592,9 +592,8 @@ def compiled_in_parts(
 
 
 def in_backward() -> bool:
-    """Tell whether this thread runs a backward: `torch._C._current_graph_task_id` (torch 2.11, 2.13)."""
-    autograd: Any = torch._C
-    return bool(autograd._current_graph_task_id() != -1)
+    """Tell whether this thread runs a backward."""
+    return backward_task() != -1
 
 
 @contextlib.contextmanager
@@ -1289,6 +1288,15 @@ def is_node_of(node: Any, package: str) -> bool:
 def kept_graph() -> bool:
     """Tell whether the latest backward of this thread that was watched kept its graph, which may then run again."""
     return _kept.get(threading.get_ident(), False)
+
+
+def backward_task() -> int:
+    """Return the number of the backward that this thread runs: each call of `backward` has its own; -1: none runs.
+
+    `torch._C._current_graph_task_id` (torch 2.11, 2.13).
+    """
+    autograd: Any = torch._C
+    return int(autograd._current_graph_task_id())
 
 
 def after_backward(call: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ and lowering use the nodes. A graph that was read is never changed.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
@@ -78,6 +79,22 @@ class Captured(StepGraph):
         )
 
     @cached_property
+    def gradients_apart(self) -> dict[int, int]:
+        """The gradients that others may overwrite: index of the input -> value.
+
+        Their memory is the backward's own, is not shared with another output, and each element has a place of its own.
+        """
+        places = [place for place, node in enumerate(self.backward_outputs) if isinstance(node, fx.Node)]
+        values = [self.value_of[node] for node in self.backward_outputs if isinstance(node, fx.Node)]
+        found = {place: value for place, value in zip(places, values, strict=True) if values.count(value) == 1}
+        return {place: value for place, value in found.items() if self._is_apart(value, self.backward_outputs[place])}
+
+    def _is_apart(self, value: int, node: Any) -> bool:
+        tensor = node.meta.get("val")
+        made_here = self.values[value].origin is Origin.BACKWARD and value not in self.kept_outputs
+        return made_here and isinstance(tensor, torch.Tensor) and _has_places(tensor)
+
+    @cached_property
     def untrained_outputs(self) -> tuple[fx.Node, ...]:
         """Outputs for which autograd passes no gradient to the backward, as one node for each storage."""
         trained = [getattr(node.meta.get("desc"), "output", None) for node in self.tangent_nodes]
@@ -88,6 +105,15 @@ class Captured(StepGraph):
                 shown[self.value_of[node]] = node
                 seen |= {self.value_of[node]} if desc in trained else set()
         return tuple(node for value, node in shown.items() if value in self.kept_outputs - seen)
+
+
+def _has_places(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has fixed sizes, and a place in memory for each element."""
+    if not all(isinstance(size, int) for size in tensor.shape):
+        return False
+    sized = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    pairs = itertools.pairwise([(1, 1), *sized])
+    return all(stride >= before * size for (before, size), (stride, _) in pairs)
 
 
 def captured_of(graph: StepGraph) -> Captured:

@@ -3,6 +3,7 @@
     forward    (*primals)          -> (*outputs, *saved)
     backward   (*saved, *tangents) -> one gradient (or None) for each primal
 
+A backward that adds its gradients to sums (`ops.gradient_sums`) takes these as its last input.
 If the joint graph has symbolic sizes, sizes that ops need are further inputs: after the primals of the forward,
 and before the saved values of the backward; `sizes_of` returns them.
 
@@ -18,7 +19,7 @@ import itertools
 import operator
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import fx
@@ -29,7 +30,7 @@ from fxremat.graphs.collectives import Collective, is_gather
 from fxremat.graphs.nodes import is_number
 from fxremat.graphs.overwriting import PLACE, called, overwritten
 from fxremat.graphs.symbolic import Size, is_size_node
-from fxremat.ops import host_copies, parameters
+from fxremat.ops import gradient_sums, host_copies, parameters
 from fxremat.ops.collectives import start_gather
 from fxremat.ops.overwriting import overwrite_where_alike
 from fxremat.ops.random import draw_again, draw_saving, generator_of
@@ -52,7 +53,12 @@ class Handles:
 
 
 def lower(
-    program: Program, tier: str = "", handles: Handles | None = None, *, fresh: Set[int] = frozenset()
+    program: Program,
+    tier: str = "",
+    handles: Handles | None = None,
+    *,
+    fresh: Set[int] = frozenset(),
+    sums: bool = False,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Emit the forward and the backward graph of a program. O(steps); both are linted.
 
@@ -60,8 +66,10 @@ def lower(
         fresh: ops that allocate a new result although they might overwrite an operand (`Costs.fresh`).
         tier: the name of the host tier to which the program copies values; "" if it copies none.
         handles: how to refer to the parameters, if the step updates them.
+        sums: True for a backward whose last input holds sums of gradients, to which it adds its own
+            (`ops.gradient_sums`).
     """
-    return Lowering(verify(program) if is_verified() else program, tier, handles, fresh).run()
+    return Lowering(verify(program) if is_verified() else program, tier, handles, fresh, sums=sums).run()
 
 
 def sizes_of(graph: fx.GraphModule) -> tuple[Size, ...]:
@@ -90,7 +98,9 @@ class Part:
 class Lowering:
     """Builds the forward and the backward graph of a program."""
 
-    def __init__(self, program: Program, tier: str, handles: Handles | None, fresh: Set[int]) -> None:
+    def __init__(
+        self, program: Program, tier: str, handles: Handles | None, fresh: Set[int], *, sums: bool = False
+    ) -> None:
         self.program, self.fresh = program, fresh
         self.tier, self.handles = tier, handles
         self.copies_in = {  # index of a copy from the host -> the parameter that is copied
@@ -116,6 +126,7 @@ class Lowering:
         self.second_halves = set(self.second_half.values())
         self.items: list[fx.Node] = []  # the results (getitem nodes) of BatchNorms that are emitted as one op
         self.symbolic = any(map(is_size_node, self.joint.module.graph.nodes))
+        self.sums = self.backward.graph.placeholder("sums") if sums else None
 
     def run(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Emit all steps and the outputs; return the two graphs."""
@@ -133,9 +144,7 @@ class Lowering:
             self.forward.bases[program.first[value]] = copy
         for tangent in joint.tangent_nodes:
             self.backward.bases[self._first(tangent)] = self._placeholder(self.backward, tangent)
-        for step in program.steps[program.split :]:
-            self._step(self.backward, step)
-        gradients: list[Any] = [self._output(self.backward, node) for node in joint.backward_outputs]
+        gradients = self._backward()
         outputs: list[Any] = [self._output(self.forward, node) for node in joint.forward_outputs]
         # autograd stores numbers separately from tensors, after them
         self.saved.sort(key=lambda pair: is_number(pair[0].meta["val"]))
@@ -146,6 +155,41 @@ class Lowering:
                 item.graph.erase_node(item)
         self._order_placeholders()
         return self._module(self.forward, "Forward"), self._module(self.backward, "Backward")
+
+    def _backward(self) -> list[Any]:
+        """Emit the steps of the backward; return the gradients.
+
+        If gradients are added to sums, each is as soon as no later step reads or writes it.
+        """
+        returned, last = self.joint.backward_outputs, dict[int, int]()
+        steps = self.program.steps[self.program.split :]
+        for position, step in enumerate(steps):
+            last |= dict.fromkeys((*step.reads, *step.writes), position)
+        ended: dict[int | None, list[int]] = {}
+        for place, node in enumerate(returned):
+            ended.setdefault(last.get(self._first(node)) if self._is_added(node) else None, []).append(place)
+        gradients: list[Any] = [None] * len(returned)
+        for position, step in enumerate(steps):
+            self._step(self.backward, step)
+            for place in ended.get(position, ()):
+                gradients[place] = self._gradient(place)
+        for place in ended.get(None, ()):
+            gradients[place] = self._gradient(place)
+        return gradients
+
+    def _is_added(self, gradient: object) -> TypeGuard[fx.Node]:
+        return self.sums is not None and isinstance(gradient, fx.Node) and not is_size_node(gradient)
+
+    def _gradient(self, place: int) -> object:
+        """Emit a gradient, and its addition to its sum if there are any; return what the backward returns for it."""
+        node = self.joint.backward_outputs[place]
+        gradient = self._output(self.backward, node)
+        if not self._is_added(node):
+            return gradient
+        added = self.backward.graph.create_node(
+            "call_function", gradient_sums.add, (self.sums, place, cast(fx.Node, gradient)), name=f"{node.name}_added"
+        )
+        return self._describe(added, node)
 
     def _first(self, node: fx.Node) -> int:
         return self.program.first[self.joint.value_of[node]]
@@ -474,7 +518,7 @@ class Lowering:
         """Sort the inputs of both graphs.
 
         The forward takes primals, then symbolic sizes. The backward takes sizes, saved numbers, saved tensors
-        in the order in which the forward returns them, and the incoming gradients.
+        in the order in which the forward returns them, the incoming gradients, and sums if there are any.
         """
         primals = [node for node in self.forward.graph.nodes if node.op == "placeholder"]
         primals.sort(key=lambda node: node in self.forward.sizes.values())
@@ -483,7 +527,7 @@ class Lowering:
         tangents = [self.backward.bases[self._first(tangent)] for tangent in self.joint.tangent_nodes]
         for part, placed in (
             (self.forward, primals),
-            (self.backward, [*self.backward.sizes.values(), *saved, *tangents]),
+            (self.backward, [*self.backward.sizes.values(), *saved, *tangents, *filter(None, [self.sums])]),
         ):
             for placeholder in reversed(placed):
                 part.graph._root.append(placeholder)

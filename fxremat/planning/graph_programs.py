@@ -187,9 +187,12 @@ def _of_single_ops(
 
 
 def _another(graph: Captured, base: Captured, costs: Costs) -> Another:
-    """Return what a rewritten graph is to the captured one, `base`: inputs and outputs correspond by their places."""
-    pairs = zip(graph.forward_outputs, base.forward_outputs, strict=True)
-    nodes = [(a, b) for a, b in pairs if isinstance(a, fx.Node) and isinstance(b, fx.Node)]
+    """Return what a rewritten graph is to the captured one, `base`.
+
+    Inputs, outputs and gradients correspond by their places.
+    """
+    both = (one.forward_outputs + one.backward_outputs for one in (graph, base))
+    nodes = [(a, b) for a, b in zip(*both, strict=True) if isinstance(a, fx.Node) and isinstance(b, fx.Node)]
     outputs = {graph.value_of[a]: base.value_of[b] for a, b in nodes if a in graph.value_of and b in base.value_of}
     return Another(costs=costs, values=inputs_across(graph, base) | outputs)
 

@@ -134,6 +134,10 @@ class PathPlans:
         self._stale |= not node.strided
         node.strided = True
 
+    def add(self, node: Node, added: frozenset[int]) -> None:
+        """Record which gradients the backward of a graph call added to sums that later calls' backwards had begun."""
+        self._stale |= node.add(added)
+
     def differentiate(self, node: Node) -> None:
         """Record that the backward of a call runs; if it was thought not to run, its memory is to be measured anew."""
         if node.idle:
@@ -254,7 +258,7 @@ class PathPlans:
         if self.mem is None or self.is_share:
             return
         for node, made in zip(nodes, gradients, strict=True):
-            needed = made + (0 if node.idle else min(program.backward for program in node.programs))
+            needed = made + (0 if node.idle else min(program.backward_adding(node.added) for program in node.programs))
             if needed > self.mem:
                 raise self.refusal(nodes, node, node.before + needed, gradients)
 

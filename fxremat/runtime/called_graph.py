@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from torch import fx
 
 from fxremat.cost.resized import resized
 from fxremat.errors import FxrematError
-from fxremat.graphs.captured import Captured
+from fxremat.graphs.captured import Captured, captured_of, inputs_of
 from fxremat.graphs.symbolic import Dims, Numbers, Size, SymbolicGraph
 from fxremat.planning.graph_programs import SizedPrograms
 from fxremat.runtime.auxiliary_outputs import runs_again
@@ -105,7 +105,7 @@ class CalledGraph:
         self._symbolic = symbolic.as_captured(joint) if symbolic else joint
         self._outputs = len(self._symbolic.forward_outputs)
         self._programs = programs
-        self._emitted = EmittedPrograms(self._outputs, EMITTED, costs.fresh, tier)
+        self._emitted = EmittedPrograms(self._outputs, EMITTED, costs.fresh, tier, sums=True)
         self._numbers: Callable[[Dims], Numbers] | None = None
         if symbolic is not None:
             self._numbers = lru_cache(REMEMBERED)(symbolic.numbers)
@@ -123,6 +123,15 @@ class CalledGraph:
         self.overwritten = [*itertools.compress(range(len(written)), written)]  # indices of primals
         self.unwritten = [place for place, is_written in enumerate(written) if not is_written]
         self.outputs_needed = self._symbolic.outputs_needed
+        self.gradients_apart = self._gradients_apart()
+
+    def _gradients_apart(self) -> dict[int, int]:
+        """Return the gradients that others may overwrite, whichever program runs: index of the input -> value."""
+        if len(inputs_of(self.joint)) < len(self.joint.primals):
+            return {}
+        others = {captured_of(each.order.layout.graph) for each in self._programs if each.another and not each.fused}
+        apart = self.joint.gradients_apart
+        return {place: v for place, v in apart.items() if all(place in other.gradients_apart for other in others)}
 
     def name_with(self, parameters: Iterable[str | None]) -> str:
         """Return a name for a call: the module that contains all of these parameters, else the graph's first code line.
@@ -168,12 +177,19 @@ class CalledGraph:
         results = list(emitted.forward(primals))
         return results[: self._outputs], results[self._outputs :]
 
-    def run_backward(self, emitted: Emitted, dims: Dims, saved: list[Any], tangents: list[Any]) -> Sequence[Any]:
-        """Return the gradients; both lists are emptied."""
+    def run_backward(
+        self, emitted: Emitted, dims: Dims, saved: list[Any], tangents: list[Any], sums: Mapping[int, torch.Tensor]
+    ) -> Sequence[Any]:
+        """Return the gradients; both lists are emptied.
+
+        Args:
+            sums: sums of gradients, by the index of the input: gradients are added to these, and not returned.
+        """
         given = self._values(emitted.backward_sizes, dims) if emitted.backward_sizes else []
         given += saved[emitted.tensors :]
         given += saved[: emitted.tensors]
         given += tangents
+        given.append(sums)
         saved.clear()
         tangents.clear()
         gradients: Sequence[Any] = emitted.backward(given)

@@ -87,6 +87,15 @@ class Step:
                     total += tensor.nbytes
         return behind[::-1]
 
+    def expect_sums(self) -> None:
+        """Assume for calls that were not measured that they add gradients to those of all later calls."""
+        seen = set[int]()
+        for call in reversed(self.calls):
+            values = {id(x): call.graph.gradients_apart[place] for place, x in call.summed.items()}
+            if not call.node.measured:
+                call.node.added = frozenset(value for key, value in values.items() if key in seen)
+            seen |= values.keys()
+
     @property
     def _taken(self) -> set[int]:
         """The `storage_of` each tensor that a call took as input."""
@@ -165,6 +174,8 @@ class Call:
     token: int = field(default_factory=lambda: next(_tokens))
     # the `id` of each parameter that this call reads; filled only in measured steps
     leaves: frozenset[int] = frozenset()
+    # index of an input -> parameter; for those whose gradients may be added to those of other calls
+    summed: dict[int, torch.Tensor] = field(default_factory=dict)
     # index of an input that the graph does not overwrite, or of a saved tensor -> its version at the end of the forward
     _given_as: dict[int, int] = field(default_factory=dict)
     _saved_as: dict[int, int] = field(default_factory=dict)
@@ -195,6 +206,9 @@ class Call:
         self.own = kept(self.program, self.at.outputs, self.node.held)
         self.step.saved += self.own
         self.step.hosted += self.hosted
+        for place in self.graph.gradients_apart:
+            if (given := self.primals[place]).is_leaf and given.requires_grad:
+                self.summed[place] = given
         self._given_as = _versions_at(self.graph.unwritten, self.primals)
         self._saved_as = _versions_at(range(len(self.saved)), self.saved)
         if self.step.measured:
@@ -292,7 +306,7 @@ class Call:
     def free(self) -> None:
         """Free all that the call holds, since its backward runs now, or never."""
         self._drop()
-        self.primals, self._given_as = [], {}
+        self.primals, self._given_as, self.summed = [], {}, {}
         saved_calls.pop(self.token, None)
 
     def _drop(self) -> None:

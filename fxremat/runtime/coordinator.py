@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from operator import ne
 from typing import Any
@@ -37,6 +37,7 @@ from fxremat.planning.surveys import order_within_limit
 from fxremat.runtime.called_graph import CalledGraph, current
 from fxremat.runtime.calls import Call, Output, Step
 from fxremat.runtime.emitted import Emitted
+from fxremat.runtime.gradient_sums import GradientSums
 from fxremat.runtime.step_memory import Unmeasured, meter_of
 from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.call_programs import CallProgram
@@ -87,6 +88,8 @@ class Coordinator:
         self.plans = PathPlans(options, model, broken_at, device)
         self.device, self._parameters = device, parameters
         self._gradients = options.loss_outside.gradients
+        # what a compiled backward returns may share memory with what it is given
+        self._sums = None if options.compiles else GradientSums(device)
         self.steps = 0  # number of steps that have begun
         self._step: Step | None = None
         self._unsettled, self._in_vain = SETTLED, 0
@@ -188,6 +191,8 @@ class Coordinator:
             apart: those of them that none of the model's losses was computed from.
         """
         if not all(call.node.measured for call in step.calls):
+            if self._sums is not None:
+                step.expect_sums()
             self.plans.check_backward(step.nodes, step.gradients_behind)
         losses = [(count, dtype) for count, dtype in trained if count == 1]
         # beside a loss, gradients are expected only for outputs that it was not computed from
@@ -327,43 +332,68 @@ class Coordinator:
             self.plans.stride(node)
         if not call.is_as_saved:
             raise RuntimeError(MODIFIED)
-        if call.can_let_go and not self._fits(call) and self._is_less_again(call):
+        summed = self._summed(call, unused) if self._sums is not None and not again else {}
+        sums = self._sums.of(summed) if self._sums is not None and summed else {}
+        added = frozenset(call.graph.gradients_apart[place] for place in sums)
+        if step.measured:
+            self.plans.add(node, added)
+        elif not node.added <= added:
+            self._unsettled, self._in_vain = SETTLED, 0
+        if call.can_let_go and not self._fits(call, added) and self._is_less_again(call, added):
             self._let_go(call)
         if call.saved is None:
-            emitted, saved = self._run_again(call)
+            emitted, saved = self._run_again(call, added)
         else:
-            self._make_room(step, node.back, node.backward(call.program), node, call)
+            self._make_room(step, node.back, node.backward(call.program, added), node, call)
             emitted, saved = call.emitted, list(call.saved)
         given = [(storage_watch(x), x.nbytes) for x in tangents if isinstance(x, torch.Tensor)] if step.measured else []
         if not again:
             call.free()
-        gradients = call.graph.run_backward(emitted, call.dims, saved, tangents)
+        gradients = call.graph.run_backward(emitted, call.dims, saved, tangents, sums)
         if step.measured and not again:
             node.free(call.dead_inputs)
             if not holds_gradients():  # in other versions of PyTorch these gradients are counted already
                 node.shared = max(node.shared, sum(size for is_alive, size in given if is_alive()))
         step.note("returned", node)
-        return without(gradients, call.graph.outputs_needed, unused)
+        gradients = without(gradients, call.graph.outputs_needed, unused)
+        if self._sums is not None and summed:
+            self._sums.begin({place: x for place, x in summed.items() if place not in sums}, gradients)
+        return gradients
 
-    def _fits(self, call: Call) -> bool:
-        """Tell whether the backward of a graph call fits if all other calls free their saved tensors."""
+    def _summed(self, call: Call, unused: Set[int]) -> dict[int, torch.Tensor]:
+        """Return the parameters that get a gradient which may be added to those of other calls, by index of the input.
+
+        Args:
+            unused: the outputs of the call that have no gradient.
+        """
+        if not unused:
+            return call.summed
+        needs = call.graph.outputs_needed
+        return {place: x for place, x in call.summed.items() if not needs[place] or not needs[place] <= unused}
+
+    def _fits(self, call: Call, added: frozenset[int]) -> bool:
+        """Tell whether the backward of a graph call fits if all other calls free their saved tensors.
+
+        Args:
+            added: the gradients that it adds to sums.
+        """
         if (mem := self.plans.mem) is None:
             return True
         others = sum(other.own for other in call.step.calls if other is not call and other.can_let_go)
-        return call.step.level(call.node.back) - others + call.node.backward(call.program) <= mem
+        return call.step.level(call.node.back) - others + call.node.backward(call.program, added) <= mem
 
-    def _is_less_again(self, call: Call) -> bool:
+    def _is_less_again(self, call: Call, added: frozenset[int]) -> bool:
         """Tell whether a graph call needs less memory if it frees its saved tensors and reruns its forward."""
-        again = min(_need_again(call, program) for program in call.at.run_again)
-        return again - call.own < call.node.backward(call.program)
+        again = min(_need_again(call, added, program) for program in call.at.run_again)
+        return again - call.own < call.node.backward(call.program, added)
 
-    def _run_again(self, call: Call) -> tuple[Emitted, list[Any]]:
+    def _run_again(self, call: Call, added: frozenset[int]) -> tuple[Emitted, list[Any]]:
         """Run the forward of a graph call again, by the fastest program that fits now.
 
         Return its graphs and saved tensors.
         """
         step, node, at, mem = call.step, call.node, call.at, self.plans.mem
-        need, level = partial(_need_again, call), step.level(node.back)
+        need, level = partial(_need_again, call, added), step.level(node.back)
         fitting = (p for p in at.run_again if mem is None or level + need(p) <= mem)
         program = next(fitting, None) or min(at.run_again, key=need)
         self._make_room(step, node.back, need(program), node, call)
@@ -403,10 +433,14 @@ class Coordinator:
             self._in_vain += 1
 
 
-def _need_again(call: Call, program: CallProgram) -> int:
-    """Return the bytes that rerunning a call's forward by `program`, and then its backward, need."""
+def _need_again(call: Call, added: frozenset[int], program: CallProgram) -> int:
+    """Return the bytes that rerunning a call's forward by `program`, and then its backward, need.
+
+    Args:
+        added: the gradients that the backward adds to sums.
+    """
     made = sum(call.at.outputs.values())
-    return max(program.forward, program.saved + made + call.node.backward(program))
+    return max(program.forward, program.saved + made + call.node.backward(program, added))
 
 
 def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:

@@ -148,8 +148,8 @@ class _Call:
         self.step.tell()
         with self.state.restored(), torch.enable_grad():
             given = [_edge_of(x) if isinstance(x, Tensor) and x.requires_grad else None for x in inputs]
-            apart = {edge: x.view_as(x) for edge, x in zip(given, inputs, strict=True) if edge is not None}
-            outputs = self.step.plain(*(apart.get(edge, x) for edge, x in zip(given, inputs, strict=True)))
+            apart = {edge: x.view_as(x) for edge, x in zip(given, inputs, strict=True) if edge}
+            outputs = self.step.plain(*(apart[e] if e else x for e, x in zip(given, inputs, strict=True)))
         places = {edge: place for place, edge in reversed([*enumerate(edges)]) if edge[0] is not None}
         gradients: list[Tensor | None] = [None] * len(edges)
         found = torch.autograd.grad(

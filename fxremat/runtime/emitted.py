@@ -34,12 +34,14 @@ class EmittedPrograms:
         outputs: the number of the forward's outputs.
         fresh: ops that must not overwrite an operand at some size, and therefore do not at any.
         tier: the name of the host tier to which programs copy values; "": they copy none.
+        sums: True if backwards take sums of gradients as their last input, to which they add (`ops.gradient_sums`).
     """
 
     outputs: int
     most: int
     fresh: frozenset[int] = frozenset()
     tier: str = ""
+    sums: bool = False
     _kept: OrderedDict[int, Emitted] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
@@ -68,7 +70,7 @@ class EmittedPrograms:
         return self._kept[number]
 
     def _emit(self, program: Program, fresh: Set[int]) -> Emitted:
-        forward, backward = lower(program, self.tier, fresh=fresh)
+        forward, backward = lower(program, self.tier, fresh=fresh, sums=self.sums)
         (returned,) = next(iter(reversed(forward.graph.nodes))).args
         saved = [node.meta["val"] for node in returned[self.outputs :]]
         numbers = sum(map(is_number, saved))

@@ -6,7 +6,8 @@ between. So a program of such a graph has these numbers, with bytes above those 
 
     saved       bytes kept from the forward to the backward, besides inputs and outputs
     forward     the peak of the forward
-    backward    the peak of the backward, above what was saved, the outputs and their gradients
+    backward    the peak of the backward, above what was saved, the outputs and their gradients; gradients that it
+                returns are in memory to its end, unless they are added to sums (`CallProgram.backward_adding`)
     copies      further bytes of the backward if gradients arrive with other strides than were traced
     hosted      bytes of saved values that wait on the host, if the program copies any there
     time        seconds of forward and backward
@@ -15,14 +16,17 @@ between. So a program of such a graph has these numbers, with bytes above those 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.survey import survey
 from fxremat.step.costs import Costs, Link
 from fxremat.step.layout import Layout
-from fxremat.step.liveness import Sizes, live_bytes
+from fxremat.step.liveness import Memory, Sizes, live_bytes
 from fxremat.step.program import Order, Program, Role, Transfer
 from fxremat.step.step_graph import StepGraph
 
@@ -94,6 +98,48 @@ class Another:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class BackwardMemory:
+    """The bytes of a backward, step by step, and the gradients that it returns."""
+
+    during: NDArray[np.int64]  # bytes during each of its steps, above those at its beginning
+    gradients: Mapping[int, tuple[int, int]]  # gradient, as a value -> (last step that reads or writes it, its bytes)
+    _peaks: dict[frozenset[int], int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program, sizes: Sizes, memory: Memory, values: Mapping[int, int] | None) -> BackwardMemory:
+        """Read the backward of a program.
+
+        Args:
+            memory: the bytes of the entire program.
+            values: the program's values -> those of the captured graph, for the gradients; None: they are the same.
+        """
+        last: dict[int, int] = {}
+        for position, step in enumerate(program.steps[program.split :]):
+            last |= dict.fromkeys((*step.reads, *step.writes), position)
+        found = {}
+        for value in program.layout.graph.returned:
+            known = value if values is None else values.get(value)
+            first = program.first.get(value)
+            if known is not None and first in last:
+                found[known] = last[first], sizes.values[value]
+        during = np.asarray(memory.during[program.split :], dtype=np.int64) - memory.at_split
+        return cls(during=during, gradients=found)
+
+    def peak(self, added: frozenset[int] = frozenset()) -> int:
+        """Return the peak if the gradients in `added` are freed after the last step that reads or writes them.
+
+        O(steps + gradients) for the first time with these gradients, then O(1).
+        """
+        if added not in self._peaks:
+            freed = np.zeros_like(self.during)
+            for value in added:
+                position, size = self.gradients.get(value, (len(freed), 0))
+                freed[position + 1 :] += size
+            self._peaks[added] = max(0, int((self.during - freed).max(initial=0)))
+        return self._peaks[added]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CallProgram:
     """One way to run one of the graphs that a step calls; bytes are above those allocated when the call begins.
 
@@ -107,6 +153,7 @@ class CallProgram:
     saved: int
     forward: int
     backward: int
+    memory: BackwardMemory  # the bytes of the backward, step by step
     time: float  # seconds of forward and backward
     outputs: frozenset[int]  # outputs that the backward reads, which it keeps alive even if the caller drops them
     inputs: frozenset[int] = frozenset()  # inputs that the backward reads; the others may be freed before it begins
@@ -124,6 +171,14 @@ class CallProgram:
     def hosted(self) -> int:
         """Bytes of saved values that wait on the host between forward and backward."""
         return self.on_host.bytes if self.on_host else 0
+
+    def backward_adding(self, added: frozenset[int]) -> int:
+        """Return `backward` if these gradients are added to sums as they are computed, instead of returned.
+
+        Args:
+            added: the gradients, as values of the captured graph.
+        """
+        return self.backward - self.memory.peak() + self.memory.peak(added) if added else self.backward
 
     def beats(self, other: CallProgram) -> bool:
         """Tell whether this program needs at most the bytes of the other, of each kind, and at most its time."""
@@ -217,8 +272,9 @@ def judged(
     tangents = sum(sizes.values[value] for value in graph.tangent_values)
     made = kept_outputs(graph)
     read_late = {program.version_of[version] for step in program.steps[program.split :] for version in step.reads}
-    before, after = memory.during[: program.split], memory.during[program.split :]
-    backward = max(0, max(after, default=0) - memory.at_split)
+    before = memory.during[: program.split]
+    working = BackwardMemory.of(program, sizes, memory, another.values if another else None)
+    backward = working.peak()
     outputs, inputs = read_late & made, read_late & graph.given
     if another is not None:
         outputs = {another.values[value] for value in outputs}
@@ -231,6 +287,7 @@ def judged(
         saved=max(0, memory.at_split - tangents - sum(sizes.values[value] for value in made)),
         forward=max(before, default=0),
         backward=backward + held,
+        memory=working,
         copies=_with_copies(program, sizes, copies) - backward if any(copies) else 0,
         time=costs.time(program) + out + back,
         forward_time=costs.time_of(s.op for s in program.steps[: program.split] if s.op is not None) + out,

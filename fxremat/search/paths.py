@@ -68,6 +68,8 @@ class Node:
     measured: bool = False  # False: the numbers are assumptions, and no step has measured them yet
     # outputs of this call that were alive when its backward began; the measured bytes include them
     held: frozenset[int] = frozenset()
+    # gradients that this call's backward adds to sums which backwards of later calls have begun
+    added: frozenset[int] = frozenset()
     idle: bool | None = None  # True if this call's backward did not run in any step; None: unknown
     # for each level of bytes saved by earlier calls, the index of the chosen program
     policy: NDArray[np.int64] | None = None
@@ -102,14 +104,20 @@ class Node:
             found |= {"backward": own + self.back + self.backward(program), "behind": self.behind}
         return found
 
-    def backward(self, program: CallProgram) -> int:
+    def backward(self, program: CallProgram, added: frozenset[int] | None = None) -> int:
         """Return the bytes that the backward of a program allocates, less the inputs that are freed when it begins.
 
         Gradients of outputs are freed after their last use, unless others hold them.
+
+        Args:
+            added: the gradients that it adds to sums as they are computed; None: those of `added`.
         """
-        copies = program.copies if self.strided else 0
         freed = sum(self.inputs.get(value, 0) for value in (self.freed or frozenset()) - program.inputs)
-        return max(0, program.backward + self.shared + copies - freed)
+        if self.strided:
+            made = program.backward + program.copies
+        else:
+            made = program.backward_adding(self.added if added is None else added)
+        return max(0, made + self.shared - freed)
 
     def chosen(self, saved: int, mem: int) -> CallProgram | None:
         """Return the program planned for `mem` bytes if earlier calls saved `saved` bytes; None if there is none."""
@@ -143,6 +151,12 @@ class Node:
         The measured bytes contain them already.
         """
         self.held |= alive
+
+    def add(self, added: frozenset[int]) -> bool:
+        """Record which gradients this call's backward added to sums in a step; tell whether they were fewer than known.
+        """
+        before, self.added = self.added, self.added & added if self.measured else added
+        return not before <= self.added
 
     def free(self, dead: frozenset[int]) -> None:
         """Record which inputs of this call nothing kept alive after its backward in a measured step."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxremat.search import paths
-from fxremat.search.call_programs import CallProgram, HostCopies
+from fxremat.search.call_programs import BackwardMemory, CallProgram, HostCopies
 from fxremat.search.paths import Node
 from fxremat.step.costs import Link
 
@@ -26,6 +27,7 @@ def program(time: int, saved: int, forward: int, backward: int, hosted: int = 0)
         saved=saved,
         forward=forward,
         backward=backward,
+        memory=BackwardMemory(during=np.array([backward]), gradients={}),
         time=float(time),
         outputs=frozenset(),
     )

@@ -1,0 +1,50 @@
+"""The programs of one graph of several, and what they need if gradients are added to sums as they are computed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxremat.search.call_programs import CallProgram, call_programs, judged
+from fxremat.step.step_graph import Origin
+from tests.dags import few
+from tests.saved_steps import Saved, saved
+
+NAMES = ("random_0", "random_3", "random_7", "shared_pair", "four_layers")
+
+
+@cache
+def programs_of(name: str) -> Sequence[CallProgram]:
+    step = saved(name)
+    return call_programs(step.graph, step.costs, effort=0.0)
+
+
+def judged_without(program: CallProgram, step: Saved, gradients: frozenset[int]) -> CallProgram:
+    """The same program of a step that does not return these gradients: each is freed after its last use."""
+    graph = replace(step.graph, returned=step.graph.returned - gradients)
+    order = replace(program.order, layout=replace(program.order.layout, graph=graph))
+    return judged(order, step.costs)
+
+
+@few(20)
+@given(st.sampled_from(NAMES), st.integers(0, 1000))
+def test_gradients_that_are_added_take_memory_as_if_they_were_not_returned(name: str, seed: int) -> None:
+    step = saved(name)
+    made = sorted(v for v in step.graph.returned if step.graph.values[v].origin is Origin.BACKWARD)
+    draw = random.Random(seed)
+    added = frozenset(draw.sample(made, draw.randint(0, len(made))))
+    for program in programs_of(name):
+        assert program.backward_adding(added) == judged_without(program, step, added).backward
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_adding_gradients_never_needs_more(name: str) -> None:
+    programs, returned = programs_of(name), saved(name).graph.returned
+    assert all(program.backward_adding(returned) <= program.backward for program in programs)
+    assert all(program.backward_adding(frozenset()) == program.backward for program in programs)
