@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from benchmarks.capture import joint_graph
 from fxremat.graphs.batch_norm import STATISTICS, again_call, again_inputs
-from fxremat.graphs.captured import read_joint
+from fxremat.graphs.captured import _has_places, read_joint
 from fxremat.graphs.cudnn_batch_norm import CUDNN
 from fxremat.passes.pipelines import PIPELINES, normalize
 from fxremat.step.step_graph import Origin
@@ -82,3 +82,17 @@ def test_a_tied_weight_has_one_gradient() -> None:
     returned = [value for value in joint.backward_outputs if value is not None]
     assert len(returned) == len(list(Mixed().parameters()))
     assert len(joint.returned) == len(returned)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "has"),
+    [
+        (torch.ones(2, 3).t(), True),
+        (torch.ones(2, 1, 3)[:, :, 1:], True),
+        (torch.ones(1).expand(3), False),
+        (torch.ones(9).as_strided((3, 3), (2, 2)), False),
+        (torch.ones(()), True),
+    ],
+)
+def test_each_element_has_a_place_of_its_own(tensor: torch.Tensor, has: bool) -> None:
+    assert _has_places(tensor) is has

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("torch_ready")
 
 QUICK = Search(seconds=0.0)
 WIDTH = 24
-KINDS = ("wide", "scaled", "shifted", "frozen")
+KINDS = ("wide", "scaled", "alike", "shifted", "frozen")
 
 
 class Wide(nn.Module):
@@ -38,14 +38,25 @@ class Wide(nn.Module):
 
 
 class Scaled(nn.Module):
-    """The gradient of `bias` is the one that arrives, and that of `both` has one element for all."""
+    """The gradient of `bias` is the one that arrives, and that of `mean` has one element for all."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bias, self.both = nn.Parameter(torch.randn(8, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+        self.bias, self.mean = nn.Parameter(torch.randn(8, WIDTH)), nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean() + 1) + self.both.mean() + self.bias
+        return x * torch.rsqrt(x.square().mean() + 1) + self.mean.sum() + self.bias
+
+
+class Alike(nn.Module):
+    """Two parameters have the same gradient, which the backward computes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.randn(8, WIDTH)), nn.Parameter(torch.randn(8, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.one + self.other)
 
 
 class Shifted(nn.Module):
@@ -65,6 +76,7 @@ class Shared(nn.Module):
     def __init__(self, order: Sequence[str] = (), between: Callable[[nn.Module, int, Tensor], Tensor] | None = None):
         super().__init__()
         self.wide, self.scaled, self.shifted, self.frozen = Wide(), Scaled(), Shifted(), Wide()
+        self.alike = Alike()
         self.frozen.requires_grad_(requires_grad=False)
         self.order, self.between = [*order], between
 
@@ -117,6 +129,21 @@ def test_random_orders_of_shared_modules_have_plain_bits(order: list[str], mem: 
     ours, plain = twins([*order, "wide"], mem=mem)
     assert_equal_steps(ours, plain)
     assert not saved_calls
+
+
+def test_gradients_that_share_memory_are_not_overwritten() -> None:
+    """Neither those that a hook has seen, nor that of another parameter."""
+    seen: dict[nn.Module, list[Tensor]] = {}
+
+    def between(model: nn.Module, _: int, x: Tensor) -> Tensor:
+        x.register_hook(seen.setdefault(model, []).append)
+        return x
+
+    ours, plain = twins(["scaled", "alike", "shifted"] * 3, between)
+    assert_equal_steps(ours, plain)
+    (mine, its) = seen.values()
+    assert len(mine) == len(its) == 4 * 9
+    assert all(map(torch.equal, mine, its))
 
 
 class Loop(nn.Module):
@@ -232,14 +259,47 @@ def test_gradients_that_are_asked_for_by_name(counted: list[int]) -> None:
 
 def test_gradients_are_added_over_steps_and_to_what_is_there(counted: list[int]) -> None:
     ours, plain = twins(["wide", "shifted", "wide", "scaled", "wide"])
+    seen = []
     for model in (ours, plain):
+        calls: list[Tensor] = []
+        seen.append(calls)
+        model.wide.up.weight.register_hook(calls.append)
         for step in range(6):
             if step % 2 == 0:
                 model.zero_grad(set_to_none=step < 3)
             model(rows(step)).backward()
     pairs = zip(ours.parameters(), plain.parameters(), strict=True)
     assert all(torch.equal(one.grad, other.grad) for one, other in pairs if other.grad is not None)
+    assert len(seen[0]) == len(seen[1]) == 6
     assert counted
+
+
+class Apart(nn.Module):
+    """The second of two values gets a gradient in the last call alone, which is a negative zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.apart = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.ones(4))
+
+    def both(self, x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(x @ self.weight), self.apart * factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, first = self.both(x, torch.ones(4))
+        torch._dynamo.graph_break()
+        x, last = self.both(x, -torch.zeros(4))
+        torch._dynamo.graph_break()
+        return x.square().mean() + last.sum() + 0.0 * first.detach().sum()
+
+
+def test_a_gradient_that_a_call_does_not_have_is_not_added() -> None:
+    torch.manual_seed(0)
+    model = Apart()
+    ours, plain = fxremat.compile(model, mem="min", search=QUICK), copy.deepcopy(model)
+    for seed in range(4):
+        assert differences(a_step(ours, seed), a_step(plain, seed)) == []
+        assert torch.signbit(plain.apart.grad).all()
+        assert torch.signbit(ours.apart.grad).all()
 
 
 def test_two_models_that_share_a_module(counted: list[int]) -> None:
