@@ -16,12 +16,14 @@ from fxremat.ops.random import GeneratorStates
 from fxremat.planning.graph_programs import SizedPrograms
 from fxremat.runtime.called_graph import CalledGraph, saved_calls
 from fxremat.runtime.emitted import Emitted
+from fxremat.runtime.loss_meter import made_from
 from fxremat.runtime.step_memory import Border, Meter
 from fxremat.search.call_programs import CallProgram
 from fxremat.search.paths import Node, kept
-from fxremat.torch_private import is_allocated, storage_of, storage_watch, version_of
+from fxremat.torch_private import current_node, is_allocated, storage_of, storage_watch, version_of
 
 _tokens = itertools.count(1)
+MOST_FORWARDS = 64  # forwards of a step; with more, backwards that will never run are waited for
 
 
 Output = tuple[int, torch.dtype]
@@ -51,7 +53,7 @@ class Moment:
 
 @dataclass(eq=False)
 class Step:
-    """One forward of the model and its backward."""
+    """One forward of the model and its backward, or several forwards before one backward."""
 
     runner: BackwardRunner
     node: Node  # the latest graph call, as a node in the tree of known sequences of calls
@@ -65,6 +67,31 @@ class Step:
     hosted: int = 0  # bytes of these values that wait on the host, besides those in `saved`
     in_backward: bool = False  # True once the first backward of a call has begun
     over: bool = False  # True once the backward of the step has ended
+    forwards: int = 1
+    # number of a forward -> bytes assumed for the loss that is computed from its outputs, until its backward has run
+    outside: dict[int, int] = field(default_factory=dict)
+    # the `storage_of` what Python holds of these losses, and is counted
+    held_of_losses: set[int] = field(default_factory=set)
+
+    @property
+    def goes_on(self) -> bool:
+        """True if another forward belongs to this step, since the backward of a call may still run."""
+        waits = any(call.token in saved_calls for call in self.calls)
+        return waits and not self.in_backward and self.forwards < MOST_FORWARDS
+
+    def enter(self) -> None:
+        """Begin another forward of the step."""
+        self.forwards += 1
+        self.meter.enter()
+
+    def give_up(self, before: int) -> None:
+        """Go on without the calls of a forward that failed, and without measuring.
+
+        Args:
+            before: the number of calls of earlier forwards.
+        """
+        del self.calls[before:]
+        self.node, self.measured = self.calls[-1].node, False
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -119,12 +146,33 @@ class Step:
         taken = self._taken
         return [output for call in self.calls for output in call.floats_apart(taken, shown)] if self.measured else []
 
-    def note(self, kind: str, node: Node | None = None) -> None:
-        """Record a moment, if the step is measured."""
-        if self.measured:
-            border = self.meter.border(in_backward=self.in_backward)
-            saved = sum(call.program.saved for call in self.calls if call.saved is not None)
-            self.moments.append(Moment(kind, node, border, saved))
+    def note(self, kind: str, node: Node | None = None) -> Border | None:
+        """Record a moment, and return it as a border; None if the step is not measured."""
+        if not self.measured:
+            return None
+        border = self.meter.border(in_backward=self.in_backward)
+        saved = sum(call.program.saved for call in self.calls if call.saved is not None)
+        self.moments.append(Moment(kind, node, border, saved))
+        return border
+
+    def reach(self, call: Call) -> None:
+        """Record that the backward of what a forward's outputs went into is over, as that of its calls begins."""
+        if self.in_backward and call.forward not in self.outside:
+            return
+        self.in_backward = True
+        outside = self.outside.pop(call.forward, 0)
+        if (border := self.note("loss")) is not None and outside:
+            self.meter.reach(border, outside, self._held())
+
+    def _held(self) -> int:
+        """Return the bytes of what Python holds that was computed from results of the running backward's call.
+
+        The calls' own outputs do not count, nor what was counted before.
+        """
+        held = {storage_of(each): each.untyped_storage().nbytes() for each in made_from(current_node())}
+        known = self.held_of_losses.union(*(call.float_storages for call in self.calls))
+        self.held_of_losses |= held.keys()
+        return sum(size for storage, size in held.items() if storage not in known)
 
     @property
     def spared(self) -> dict[Node, tuple[int, int]]:
@@ -166,6 +214,7 @@ class Call:
     number: int  # index of the program that runs
     emitted: Emitted
     primals: list[Any]
+    forward: int  # number of the forward of the step that made the call
     random: GeneratorStates | None  # states of the random generators when the call began
     # tensors saved for the backward; None: dropped, so that the forward has to run again
     saved: list[Any] | None = None
@@ -246,6 +295,11 @@ class Call:
     def held(self) -> frozenset[int]:
         """The outputs that are still alive."""
         return frozenset(value for value, is_alive in self._alive.items() if is_alive())
+
+    @property
+    def float_storages(self) -> Set[int]:
+        """The `storage_of` each floating-point output."""
+        return {storage for storage, _ in self._floats.values()}
 
     def floats_held(self, taken: Set[int]) -> list[Output]:
         """Return the floating-point outputs that are still alive, except those whose storage is in `taken`."""

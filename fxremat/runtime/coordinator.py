@@ -94,6 +94,7 @@ class Coordinator:
         self._step: Step | None = None
         self._unsettled, self._in_vain = SETTLED, 0
         self._told_of_profiler = False
+        self._ignores_next = False
 
     @property
     def plan(self) -> PlanOfGraphs | None:
@@ -125,13 +126,33 @@ class Coordinator:
     def step(self) -> Iterator[None]:
         """Within this context, graphs that are called belong to one training step.
 
+        If the backward of the last forward may still run, this forward belongs to the same step.
+
         Raises:
             BudgetTooSmall: the last step's sequence of calls does not fit into the budget; nothing has run.
         """
+        if self._step is not None and self._step.goes_on:
+            self._step.enter()
+        else:
+            self._begin()
+        forward, current.runner = current.runner, self
+        before = len(self._step.calls) if self._step is not None else 0
+        try:
+            yield
+        except BaseException:
+            self._abandon(before)
+            raise
+        finally:
+            current.runner = forward
+        if self._step is not None and not self._step.calls:
+            self._end()
+
+    def _begin(self) -> None:
         self._end()
         self.plans.renew()
         self.steps += 1
-        measured = self._unsettled > 0 and self._in_vain < MOST_IN_VAIN
+        ignored, self._ignores_next = self._ignores_next, False
+        measured = self._unsettled > 0 and self._in_vain < MOST_IN_VAIN and not ignored
         meter = meter_of(self.device, peaks=measured)
         if measured and isinstance(meter, Unmeasured) and is_profiled_by_others():
             measured = False  # later steps are measured instead
@@ -140,16 +161,6 @@ class Coordinator:
                 log.warning(PROFILED)
         added = {} if meter.level() is None else {id(p): p.nbytes for p in self._with_gradient}
         self._step = Step(self, self.plans.root, meter, measured, added)
-        before, current.runner = current.runner, self
-        try:
-            yield
-        except BaseException:
-            self._abandon()
-            raise
-        finally:
-            current.runner = before
-        if self._step is not None and not self._step.calls:
-            self._end()
 
     def ignore_step(self) -> None:
         """Do not use measurements of the current step, since it runs ops that no plan contains."""
@@ -157,13 +168,26 @@ class Coordinator:
             self._step.measured = False
             self._in_vain += 1
 
-    def _abandon(self) -> None:
-        """End a step that failed, and free the tensors that its calls have saved."""
-        step, self._step = self._step, None
-        if step is not None:
+    def ignore_next_step(self) -> None:
+        """Do not measure the step that begins next, since a graph that the coordinator does not run has a part in it.
+        """
+        self._ignores_next = True
+
+    def _abandon(self, before: int) -> None:
+        """Free the tensors that the calls of a forward have saved which failed; end the step, if it has no other.
+
+        Args:
+            before: the number of calls of earlier forwards of the step.
+        """
+        if (step := self._step) is None:
+            return
+        for call in step.calls[before:]:
+            call.free()
+        if before:
+            step.give_up(before)
+        else:
+            self._step = None
             step.meter.end()
-            for call in step.calls:
-                call.free()
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
         """Record the end of the model's forward; `outputs` are the outputs that need a gradient.
@@ -198,7 +222,10 @@ class Coordinator:
         # beside a loss, gradients are expected only for outputs that it was not computed from
         if losses and self._gradients == "loss":
             trained = [*losses, *apart]
-        step.meter.leave(sum(assumed_for(count, dtype) for count, dtype in trained))
+        numbers = sum(assumed_for(count, dtype) for count, dtype in trained if count == 1)
+        step.outside[step.forwards] = sum(assumed_for(count, dtype) for count, dtype in trained if count > 1)
+        # a loss, and the gradient that its backward begins with, stay
+        step.meter.leave(step.outside[step.forwards] + max(numbers, assumed_for(1, torch.float32)))
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which graphs are captured and measured; its allocations do not count for the step."""
@@ -239,7 +266,7 @@ class Coordinator:
         number = self.plans.number(node, at, step.saved, step.hosted)
         self._make_room(step, node.before, at.programs[number].forward, node)
         random = GeneratorStates(devices_of(primals)) if graph.random else None
-        call = Call(step, graph, dims, at, node, number, graph.emitted(number), list(primals), random)
+        call = Call(step, graph, dims, at, node, number, graph.emitted(number), list(primals), step.forwards, random)
         outputs, saved = graph.run_forward(call.emitted, dims, primals)
         token = call.keep(outputs, saved)
         step.calls.append(call)
@@ -318,9 +345,8 @@ class Coordinator:
         step, node = call.step, call.node
         unused, again = unused_outputs(), backward_keeps_graph()
         if not step.in_backward:
-            step.in_backward = True
-            step.note("loss")
             after_backward(partial(self._returned, step))
+        step.reach(call)
         step.note("backward", node)
         call.differentiated = True
         if node.idle:

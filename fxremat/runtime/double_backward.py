@@ -74,7 +74,7 @@ class TwiceDifferentiable:
         call = _Call(self, inputs)
         outputs = self._step(*inputs)
         trained = [(k, t) for k, t in enumerate(outputs) if isinstance(t, Tensor) and t.grad_fn is not None]
-        node = _compiled_node(t.grad_fn for _, t in trained)
+        node = compiled_node(t.grad_fn for _, t in trained)
         if node is not None:
             call.connect(node, inputs)
             for position, output in trained:
@@ -82,7 +82,7 @@ class TwiceDifferentiable:
         return outputs
 
 
-def _compiled_node(nodes: Iterable[Any]) -> Any:
+def compiled_node(nodes: Iterable[Any]) -> Any:
     """Return the autograd node of a compiled step, even behind views that AOTAutograd adds; None if there is none."""
     level = list(nodes)
     for _ in range(4):

@@ -323,6 +323,8 @@ class Backend:
 
         The plan of ranks that communicate stays, since they can only plan together, and may measure different losses.
         """
+        if self.coordinator is not None:  # calls have been planned together since that step began
+            return
         plan = self.plans[-1]
         known = self.options.loss_seen
         planned = self.options.loss_outside.size or math.ceil(loss.assumed * (known.peak if known else 1))

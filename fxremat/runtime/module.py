@@ -49,6 +49,7 @@ from fxremat.runtime.attention_masks import (
 from fxremat.runtime.capture_errors import explained, is_not_one_graph, submodule_error
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.dynamo import Backend, Reached, Until
+from fxremat.runtime.pending import Pending
 from fxremat.runtime.plain_errors import plain_error
 from fxremat.runtime.replaced_forward import PlannedChild, has_forward, largest_child, replaced_in
 from fxremat.runtime.transformers_hooks import (
@@ -119,6 +120,14 @@ UNREDUCED = (
     'the parameters: give Offload(weights=True, updates="step"), which updates them after that, or compile '
     "fxremat.fully_shard(model, replicate=True), which reduces gradients inside of the backward"
 )
+SEVERAL_CALLS = (
+    "%s is called several times before one backward: these calls share the budget from now on, and are planned after a "
+    "few steps, which recompute most; this step may exceed it"
+)
+CALLED_AGAIN = (
+    "{name} is called again before the backward of its last call: the budget is for each call alone, since {reason} "
+    "needs one. Concatenate what the calls are given, where that is the same, or give each call a share of the budget"
+)
 TRANSFORMS = {
     "torch.func": "a transform of torch.func (grad, vmap, ...)",
     "TorchDispatchMode": "a TorchDispatchMode (FlopCounterMode, ...)",
@@ -166,6 +175,8 @@ class _Training:
     by_child: bool = False
     # id of a parameter -> handle of a hook on it, removed when a call is planned that may give the parameter a gradient
     watched: dict[int, Any] = field(default_factory=dict)
+    pending: Pending | None = None  # the last call, of a model that is one graph
+    told_of_calls: bool = False  # True once a warning said that several calls before one backward exceed the budget
     written: set[str] | None = None  # buffers that steps of several graphs write to; None: not known yet
 
     @functools.cached_property
@@ -198,6 +209,21 @@ class _Training:
         if not isinstance(clear, CaptureError):
             raise error
         where = graph_break_place(error) or ""
+        self._coordinate(where)
+        log.warning(
+            "%s is trained as several graphs within one budget, and planned after its first steps, which recompute "
+            "most (fullgraph=True makes this an error): %s",
+            backend.model,
+            f"tracing stops at {where}" if where else clear,
+        )
+
+    def _coordinate(self, where: str = "") -> Coordinator:
+        """Plan all calls of graphs between two backwards together from now on.
+
+        Args:
+            where: the line at which the first graph ends; "": the model is one graph.
+        """
+        backend = self.backend
         devices = [tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())]
         device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
         model = weakref.ref(self.model)
@@ -210,12 +236,17 @@ class _Training:
         name = f"{backend.options.method} of {backend.model}"
         dynamic = None if backend.options.may_change is False else backend.options.may_change
         self.in_parts = compiled_in_parts(self.plain, backend, name, dynamic, coordinator.capturing)
-        log.warning(
-            "%s is trained as several graphs within one budget, and planned after its first steps, which recompute "
-            "most (fullgraph=True makes this an error): %s",
-            backend.model,
-            f"tracing stops at {where}" if where else clear,
-        )
+        return coordinator
+
+    def share_budget(self) -> None:
+        """Plan several calls before one backward together from now on; where that cannot be, warn once instead."""
+        if reason := self.needs_one_graph:
+            if not self.told_of_calls:
+                self.told_of_calls = True
+                warnings.warn(CALLED_AGAIN.format(name=self.backend.model, reason=reason), stacklevel=7)
+            return
+        self._coordinate().ignore_next_step()
+        log.warning(SEVERAL_CALLS, self.backend.model)
 
     def watch(self) -> None:
         """Warn, once, when a parameter gets a gradient although no call has been planned."""
@@ -898,10 +929,22 @@ def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]
     if training.backend.outdated and training.shared is None:
         training.backend.outdated = False
         training.step = training.step_anew(False)
+    runs = training.backend.until is Until.RUN
+    if runs and training.pending is not None and training.pending.may_run:
+        training.share_budget()
+    training.pending = None
     if training.in_parts is not None:
-        if training.backend.until is not Until.RUN:
+        if not runs:
             raise Reached
         return _run_in_parts(training, args, kwargs)
+    outputs = _run_whole(training, args, kwargs)
+    if runs:
+        training.pending = Pending(_tensors(outputs))
+    return outputs
+
+
+def _run_whole(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the step of a model that is one graph."""
     step = training.step
     if training.shared is not None:
         step = training.shared_steps[training.shared.reduction]

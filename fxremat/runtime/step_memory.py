@@ -41,6 +41,7 @@ class Border:
     def __init__(self) -> None:
         self.level: int | None = None  # bytes allocated at this moment
         self.peak: int | None = None  # largest bytes since the border before; None if not known
+        self.change = 0  # bytes that the level rises behind this border, without an allocation that was recorded
 
 
 class Meter(ABC):
@@ -63,6 +64,17 @@ class Meter(ABC):
         Args:
             outside: bytes assumed to be allocated until the backward begins, for meters that do not count them.
         """
+
+    def reach(self, border: Border, outside: int, held: int) -> None:  # noqa: B027 - most meters have nothing to do
+        """Record that the backward of a loss outside the model is over, at this border.
+
+        Args:
+            outside: what `leave` was given; it counts until here.
+            held: bytes of the loss that stay.
+        """
+
+    def enter(self) -> None:  # noqa: B027 - most meters have nothing to do
+        """Record that another forward of the model begins before the backward."""
 
     def forget(self) -> None:  # noqa: B027 - most meters have nothing to do
         """Record that nothing of the step is alive any more, so that its backward will never run."""
@@ -232,6 +244,7 @@ class Recorded(Meter):
     def _note(self, border: Border) -> None:
         border.level = self._level
         border.peak = self._top if self._exact else None
+        self._level += border.change
         self._top, self._exact = self._level, True
 
     def _read(self, *, go_on: bool = True) -> None:
@@ -256,6 +269,15 @@ class Recorded(Meter):
             self._has_left = True
             self._level += outside
             self._top = max(self._top, self._level)
+
+    def reach(self, border: Border, outside: int, held: int) -> None:
+        """Count what stays of a loss behind this border, instead of `outside`."""
+        border.change = held - outside
+
+    def enter(self) -> None:
+        """Record again, until the model's forward ends; what is counted for a loss in between still counts."""
+        if self._has_left and self._record is None and not is_profiled():
+            self._record, self._has_left = AllocationRecord(), False
 
     def forget(self) -> None:
         """Stop waiting for the step's backward."""
