@@ -16,6 +16,7 @@ Such a step has no budget. All others run as planned.
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +31,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fxremat.errors import CaptureError
 from fxremat.ops.random import devices_of
 from fxremat.runtime.call_state import CallState
-from fxremat.torch_private import any_batched, is_compiled_backward, versions_of
+from fxremat.torch_private import any_batched, backward_keeps_graph, is_compiled_backward, versions_of
+
+log = logging.getLogger(__name__)
 
 Step = Callable[..., Sequence[Any]]
 
@@ -39,6 +42,10 @@ UNPLANNED = (
 )
 DOUBLE = "gradients of gradients (create_graph=True)"
 BATCHED = "several gradients at once (is_grads_batched=True)"
+KEEPING = (
+    "a backward with retain_graph=True keeps what plans free as it runs: such a step may take up to the saved values "
+    "more than its budget. One backward of the sum of the losses, or gradients of outputs alone, take no more"
+)
 REFUSED = (
     "backward asks for {what}, for which the step runs again as plain PyTorch, but {reason}; use the uncompiled model "
     "for that"
@@ -66,6 +73,7 @@ class TwiceDifferentiable:
     def __init__(self, step: Step, plain: Step, rerun: Rerun, tell: Callable[[], None]) -> None:
         self._step, self.plain, self.rerun, self.tell = step, plain, rerun, tell
         self.warned = False
+        self.told_of_keeping = False  # True once the log said that a backward keeps what plans free
         self.devices: set[torch.device] = set()  # of the inputs, which are the same in each call
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
@@ -126,6 +134,9 @@ class _Call:
         """Store the gradient of an output, if the backward has `create_graph=True` or `is_grads_batched=True`."""
         batched = any_batched([gradient])
         if not (torch.is_grad_enabled() or batched):
+            if not self.step.told_of_keeping and backward_keeps_graph():
+                self.step.told_of_keeping = True
+                log.warning(KEEPING)
             return
         self.batched |= batched
         if not self.tangents:  # set only now, since a hook keeps the gradients of all outputs alive during the backward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import warnings
 import weakref
 from collections.abc import Callable
@@ -170,6 +171,25 @@ def test_forces_that_the_model_computes_itself() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the backward asks for gradients of gradients")
+def test_a_backward_that_may_run_again_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    ours, plain = twins(Critic())
+    with caplog.at_level(logging.WARNING, "fxremat"):
+        for _ in range(3):
+            steps = []
+            for model in (ours, plain):
+                steps.append(step_of(model, lambda model=model: model(rows()), kept_and_again))
+            assert differences(*steps) == []
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "a backward with retain_graph=True keeps what plans free as it runs"
+    ]
+
+
+def kept_and_again(output: Tensor) -> Tensor:
+    loss = output.square().mean()
+    loss.backward(retain_graph=True)
+    return loss
+
+
 def test_under_torch_compile() -> None:
     model = critic()
     plain = copy.deepcopy(model)

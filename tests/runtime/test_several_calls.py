@@ -109,6 +109,21 @@ def test_the_prediction_is_exact_where_the_model_returns_its_loss(broken: bool) 
     assert measured <= ours.plan.budget < 0.55 * peak_of(plain, added)
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_loss_that_is_kept_after_its_backward_changes_nothing(by_name: bool) -> None:
+    ours = fxremat.compile(Net(broken=False), mem="60%", search=QUICK)
+    kept = []
+    for _ in range(3):
+        kept.append(loss := ours(ONE).square().mean())
+        if by_name:
+            torch.autograd.grad(loss, [*ours.parameters()])
+        else:
+            loss.backward()
+    ours(ONE)  # what was not kept cannot be differentiated
+    kept.append(ours(TWO))
+    assert isinstance(ours.plan, fxremat.Plan)
+
+
 def test_two_backwards_after_two_forwards() -> None:
     plain = Net(broken=False)
     ours = fxremat.compile(copy.deepcopy(plain), mem="70%", search=QUICK)
