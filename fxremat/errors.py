@@ -114,4 +114,12 @@ class PlanMismatch(FxrematError):
 
 
 class CaptureError(FxrematError):
-    """A model that cannot be captured as one graph; the message names the line and a remedy."""
+    """A model that cannot be captured as one graph; the message names the line and a remedy.
+
+    Args:
+        place: the line alone, as `file:line in function: code`; "": unknown, or in the message only.
+    """
+
+    def __init__(self, message: str, place: str = "") -> None:
+        super().__init__(message)
+        self.place = place

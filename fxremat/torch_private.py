@@ -1014,7 +1014,18 @@ def _place(stack: Iterable[Any]) -> str | None:
 
     outside = [frame for frame in frames if not installed(frame.filename)] or frames
     frame = outside[-1] if outside else None
-    return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" if frame else None
+    return f"{frame.filename}:{frame.lineno} in {function_resumed(frame.name)}: {frame.line}" if frame else None
+
+
+def function_resumed(name: str) -> str:
+    """Return the name of the user's function that runs, where dynamo resumes it behind a break of the graph.
+
+    dynamo calls such functions `torch_dynamo_resume_in_forward_at_14` (torch 2.11, 2.13).
+
+    >>> function_resumed("torch_dynamo_resume_in_forward_at_14"), function_resumed("forward")
+    ('forward', 'forward')
+    """
+    return re.sub(r"^(?:torch_dynamo_resume_in_)+(.+?)(?:_at_\d+)+$", r"\1", name)
 
 
 def allocations(call: Callable[[], T], *, on_host: bool) -> tuple[T, list[int]]:

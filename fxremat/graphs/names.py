@@ -23,7 +23,7 @@ import torch
 from torch import fx, nn
 
 from fxremat.step.source import Frame, Source, common_module
-from fxremat.torch_private import without_dict
+from fxremat.torch_private import function_resumed, without_dict
 
 # In a module's path, dynamo writes each part as an attribute, or as a key in brackets, quoted as by `repr`.
 _KEY = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+"""
@@ -45,13 +45,18 @@ def frame_of(node: fx.Node) -> Frame | None:
         return None
     others = (frame for frame in reversed(frames) if not frame[0].startswith(_HERE))
     file, line, function, code = next(others, frames[-1])
-    return Frame(file=file, line=int(line), function=function, code=code)
+    return Frame(file=file, line=int(line), function=function_resumed(function), code=code)
+
+
+def place_of(node: fx.Node) -> str:
+    """Return the source line of an op, as `model.py:12 in forward: code`; "" if tracing did not record it."""
+    frame = frame_of(node)
+    return f"{frame.file}:{frame.line} in {frame.function}: {frame.code}" if frame else ""
 
 
 def source_of(node: fx.Node) -> str:
-    """Return the source line of an op, as `, model.py:12 in forward: code`; "" if tracing did not record it."""
-    frame = frame_of(node)
-    return f", {frame.file}:{frame.line} in {frame.function}: {frame.code}" if frame else ""
+    """Return the source line of an op behind a comma, for messages; "" if tracing did not record it."""
+    return f", {place}" if (place := place_of(node)) else ""
 
 
 def module_of(node: fx.Node) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxremat.errors import CaptureError
-from fxremat.graphs.names import source_of
+from fxremat.graphs.names import place_of, source_of
 from fxremat.graphs.nodes import SYMBOLS, is_number
 from fxremat.graphs.symbolic import NotSymbolic, is_size
 from fxremat.torch_private import depends_on_data, depends_on_float, expression_of
@@ -70,5 +70,6 @@ def _refuse_symbols(node: fx.Node, value: object) -> None:
         raise CaptureError(
             f"the size of {node.name} depends on data{source_of(node)}, and a plan in bytes needs fixed sizes: keep "
             "the op out of the model, give it a fixed size (such as output_size=, a mask instead of a selection), or "
-            "compile the submodules around it instead"
+            "compile the submodules around it instead",
+            place_of(node),
         )

@@ -7,7 +7,7 @@ import functools
 from torch import fx
 
 from fxremat.errors import CaptureError
-from fxremat.graphs.names import source_of
+from fxremat.graphs.names import place_of, source_of
 from fxremat.ops.recurrent import KINDS, as_op
 from fxremat.torch_private import parameter_name
 
@@ -20,7 +20,8 @@ def recurrent_as_ops(graph: fx.Graph) -> None:
             if not isinstance(numbers[0], bool):  # with batch sizes after the input, there is one tensor more
                 raise CaptureError(
                     f"a recurrent layer{source_of(node)} reads packed sequences, whose sizes depend on data, and a "
-                    "plan in bytes needs fixed sizes: pad them, or compile the submodules around it instead"
+                    "plan in bytes needs fixed sizes: pad them, or compile the submodules around it instead",
+                    place_of(node),
                 )
             given = [x, *(states if isinstance(states, tuple | list) else [states]), *weights]
             leaves = tuple(place for place, one in enumerate(given) if one.op == "placeholder" and parameter_name(one))

@@ -208,7 +208,7 @@ class _Training:
         clear = explained(error, lambda: _plain_error(self, args, kwargs))
         if not isinstance(clear, CaptureError):
             raise error
-        where = graph_break_place(error) or ""
+        where = clear.place or graph_break_place(error) or ""
         self._coordinate(where)
         log.warning(
             "%s is trained as several graphs within one budget, and planned after its first steps, which recompute "

@@ -27,6 +27,7 @@ from fxremat.settings import Offload, Search
 from fxremat.step.program import Role
 from fxremat.step.source import Frame, Source, closed, common_module, ops_inside, span_of
 from fxremat.step.step_graph import Origin
+from fxremat.torch_private import function_resumed
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
@@ -522,3 +523,16 @@ def test_spans_by_hand() -> None:
     assert span_of(["", "head"], counts) == "head"
     assert span_of(["embed", "h.0.attn"], counts) == "embed..h"
     assert span_of([""], counts) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("forward", "forward"),
+        ("torch_dynamo_resume_in_forward_at_14", "forward"),
+        ("torch_dynamo_resume_in_look_at_it_at_14", "look_at_it"),
+        ("torch_dynamo_resume_in_torch_dynamo_resume_in_forward_at_14_at_20", "forward"),
+    ],
+)
+def test_a_function_that_dynamo_resumes_has_its_own_name(name: str, function: str) -> None:
+    assert function_resumed(name) == function

@@ -337,6 +337,25 @@ def test_a_log_line_says_so_and_fullgraph_makes_it_an_error(caplog: pytest.LogCa
         strict(rows())
 
 
+class Sized(nn.Module):
+    """Makes a tensor whose size is computed from data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, groups: Tensor) -> Tensor:
+        pooled = torch.zeros(int(groups.max()) + 1, WIDTH)
+        return pooled.index_add_(0, groups, self.up(x)).square().mean()
+
+
+def test_a_size_from_data_is_named_by_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    ours = fxremat.compile(Sized(), mem="100%", search=QUICK)
+    with caplog.at_level(logging.WARNING, "fxremat"):
+        ours(rows(), torch.arange(64) // 8).backward()
+    assert [True] == ["tracing stops at" in line and "int(groups.max()) + 1" in line for line in caplog.messages]
+
+
 @pytest.mark.parametrize(
     ("option", "name"),
     [
