@@ -53,7 +53,7 @@ from fxremat.torch_private import (
 KINDS = recurrent_kernels()  # "LSTM", "GRU", "RNN_TANH", "RNN_RELU" -> PyTorch's function
 ELSEWHERE = -1  # instead of a position, for a saved tensor whose storage outlives all runs
 MOST_TENSORS = 16  # a tape of more tensors is copied into fewer
-MERGED = 8  # number of these
+MERGED = 16  # number of these: one of them exists twice while it is made
 ALIGNED = 64  # bytes at whose multiples tensors begin in it
 
 
@@ -156,7 +156,8 @@ class _Recording:
     own: tuple[int, ...]  # numbers of the saved tensors whose storages the tape consists of
     whole: tuple[int, ...]  # elements of each of these storages
     known: int  # number of the given tensors and the results
-    groups: tuple[tuple[int, ...], ...] = ()  # elements of each of these, then those left free, for each merged tensor
+    # for each merged tensor, the elements of each of these, then those left free; for a tensor of one, its elements
+    groups: tuple[tuple[int, ...], ...] = ()
     dtype: torch.dtype = torch.uint8  # of merged tensors
 
     @functools.cached_property
@@ -207,6 +208,9 @@ class _Recording:
             return storages
         storages, tape = storages[::-1], list[Tensor]()
         for parts in self.groups:  # one after the other, so that only one of them exists twice
+            if len(parts) == 1:
+                tape.append(storages.pop().view(self.dtype))
+                continue
             merged = torch.empty(sum(parts), dtype=self.dtype, device=storages[0].device)
             own = [storages.pop() for _ in parts[::2]]
             own = [one if one.dtype == self.dtype else one.view(self.dtype) for one in own]
@@ -294,12 +298,12 @@ def _recorded(held: Sequence[Tensor], known: Sequence[Tensor], lasting: Sequence
     dtypes = {held[number].dtype for number in own.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
     tape = len(known) + 1  # after the token
-    whole = {storage: _whole(held[number]).numel() for storage, number in own.items()}
     if len(own) <= MOST_TENSORS:
         groups: list[list[int]] = []
         begins = {storage: (tape + number, 0) for number, storage in enumerate(own)}
     else:
         groups, begins = _merged([(one, held[k].untyped_storage().nbytes()) for one, k in own.items()], dtype, tape)
+        own = {storage: own[storage] for storage in begins}
     saved = list[_Saved]()
     for number, tensor in enumerate(held):
         storage, offset = storage_of(tensor), int(tensor.storage_offset())
@@ -315,7 +319,7 @@ def _recorded(held: Sequence[Tensor], known: Sequence[Tensor], lasting: Sequence
     return _Recording(
         saved=tuple(saved),
         own=tuple(own.values()),
-        whole=tuple(whole.values()),
+        whole=tuple(_whole(held[number]).numel() for number in own.values()),
         known=len(known),
         groups=tuple(map(tuple, groups)),
         dtype=dtype,
@@ -325,19 +329,25 @@ def _recorded(held: Sequence[Tensor], known: Sequence[Tensor], lasting: Sequence
 def _merged(
     storages: Sequence[tuple[int, int]], dtype: torch.dtype, tape: int
 ) -> tuple[list[list[int]], dict[int, tuple[int, int]]]:
-    """Divide storages into `MERGED` tensors of about equal size.
+    """Divide storages into about `MERGED` tensors of about equal size, or of one larger storage.
 
     Args:
         storages: each with its bytes.
         tape: position of the first tensor of the tape.
 
     Returns:
-        for each tensor, the elements of each storage followed by those left free; and by storage, the position of its
-        tensor, and the byte at which it begins there.
+        for each tensor, the elements of each storage followed by those left free, or those of its only storage; and by
+        storage, in the same order, the position of its tensor, and the byte at which it begins there.
     """
     most, groups, begins = sum(size for _, size in storages) // MERGED, list[list[int]](), dict[int, tuple[int, int]]()
+    for storage, size in storages:
+        if size > most:
+            begins[storage] = tape + len(groups), 0
+            groups.append([size // dtype.itemsize])
     end = most + 1
     for storage, size in storages:
+        if size > most:
+            continue
         if end > most:
             groups.append([])
             end = 0
