@@ -18,8 +18,8 @@ def add(sums: Mapping[int, Tensor], place: int, gradient: Tensor) -> Tensor | No
     The sum has the bits of autograd's own, which adds in the same order.
 
     Args:
-        sums: sums of gradients, by the index of the input that they belong to.
-        place: the index of the input that this gradient belongs to.
+        sums: sums of gradients, by their indices among the results of the backward.
+        place: the index of this gradient.
     """
     total = sums.get(place)
     if total is None:

@@ -123,15 +123,25 @@ class CalledGraph:
         self.overwritten = [*itertools.compress(range(len(written)), written)]  # indices of primals
         self.unwritten = [place for place, is_written in enumerate(written) if not is_written]
         self.outputs_needed = self._symbolic.outputs_needed
+        sizes = symbolic.places if symbolic else ()
+        # for each primal, the index of its gradient among those that the backward returns, which has sizes, too
+        self._gradient_at = [k for k in range(len(self._symbolic.backward_outputs)) if k not in sizes]
         self.gradients_apart = self._gradients_apart()
 
     def _gradients_apart(self) -> dict[int, int]:
-        """Return the gradients that others may overwrite, whichever program runs: index of the input -> value."""
+        """Return the gradients that others may overwrite, whichever program runs: index of the gradient -> value."""
         if len(inputs_of(self.joint)) < len(self.joint.primals):
             return {}
         others = {captured_of(each.order.layout.graph) for each in self._programs if each.another and not each.fused}
-        apart = self.joint.gradients_apart
-        return {place: v for place, v in apart.items() if all(place in other.gradients_apart for other in others)}
+        apart = self.joint.gradients_apart.items()
+        found = {place: value for place, value in apart if all(place in other.gradients_apart for other in others)}
+        return {self._gradient_at[place]: value for place, value in found.items()}
+
+    def with_gradients_apart(self, primals: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the leaves among the primals of a call whose gradients others may overwrite, by the gradient's index.
+        """
+        given = ((at, x) for at, x in zip(self._gradient_at, primals, strict=True) if at in self.gradients_apart)
+        return {at: x for at, x in given if x.is_leaf and x.requires_grad}
 
     def name_with(self, parameters: Iterable[str | None]) -> str:
         """Return a name for a call: the module that contains all of these parameters, else the graph's first code line.
@@ -183,7 +193,7 @@ class CalledGraph:
         """Return the gradients; both lists are emptied.
 
         Args:
-            sums: sums of gradients, by the index of the input: gradients are added to these, and not returned.
+            sums: sums of gradients, by the gradient's index: gradients are added to these, and not returned.
         """
         given = self._values(emitted.backward_sizes, dims) if emitted.backward_sizes else []
         given += saved[emitted.tensors :]

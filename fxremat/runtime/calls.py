@@ -223,7 +223,7 @@ class Call:
     token: int = field(default_factory=lambda: next(_tokens))
     # the `id` of each parameter that this call reads; filled only in measured steps
     leaves: frozenset[int] = frozenset()
-    # index of an input -> parameter; for those whose gradients may be added to those of other calls
+    # index of a gradient -> its parameter; for those that may be added to those of other calls
     summed: dict[int, torch.Tensor] = field(default_factory=dict)
     # index of an input that the graph does not overwrite, or of a saved tensor -> its version at the end of the forward
     _given_as: dict[int, int] = field(default_factory=dict)
@@ -255,9 +255,7 @@ class Call:
         self.own = kept(self.program, self.at.outputs, self.node.held)
         self.step.saved += self.own
         self.step.hosted += self.hosted
-        for place in self.graph.gradients_apart:
-            if (given := self.primals[place]).is_leaf and given.requires_grad:
-                self.summed[place] = given
+        self.summed = self.graph.with_gradients_apart(self.primals)
         self._given_as = _versions_at(self.graph.unwritten, self.primals)
         self._saved_as = _versions_at(range(len(self.saved)), self.saved)
         if self.step.measured:

@@ -387,7 +387,7 @@ class Coordinator:
         return gradients
 
     def _summed(self, call: Call, unused: Set[int]) -> dict[int, torch.Tensor]:
-        """Return the parameters that get a gradient which may be added to those of other calls, by index of the input.
+        """Return the parameters that get a gradient which may be added to those of other calls, by its index.
 
         Args:
             unused: the outputs of the call that have no gradient.

@@ -45,7 +45,7 @@ class GradientSums:
         """Take gradients that a backward is about to return as sums to which later ones add.
 
         Args:
-            parameters: by the index of the gradient.
+            parameters: by the indices of their gradients.
         """
         if _stream_of(self._device) != self._stream:
             return

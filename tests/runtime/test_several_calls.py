@@ -109,6 +109,21 @@ def test_the_prediction_is_exact_where_the_model_returns_its_loss(broken: bool) 
     assert measured <= ours.plan.budget < 0.55 * peak_of(plain, added)
 
 
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_calls_of_several_sizes(broken: bool, dynamic: bool | None) -> None:
+    """Sizes are inputs of a graph, with places among its gradients."""
+    few = rows(4, count=100)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        return model(ONE).square().mean() + model(few).square().mean()
+
+    plain = Net(broken=broken)
+    ours = fxremat.compile(copy.deepcopy(plain), mem="60%", search=QUICK, dynamic=dynamic)
+    compared(ours, plain, loss_of, 4)
+    assert peak_of(ours, loss_of) <= ours.plan.budget
+
+
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_loss_that_is_kept_after_its_backward_changes_nothing(by_name: bool) -> None:
     ours = fxremat.compile(Net(broken=False), mem="60%", search=QUICK)
