@@ -92,6 +92,7 @@ class Step:
         """
         del self.calls[before:]
         self.node, self.measured = self.calls[-1].node, False
+        self.meter.end()
 
     @property
     def nodes(self) -> tuple[Node, ...]:
