@@ -345,9 +345,7 @@ def _merged(
             begins[storage] = tape + len(groups), 0
             groups.append([size // dtype.itemsize])
     end = most + 1
-    for storage, size in storages:
-        if size > most:
-            continue
+    for storage, size in (each for each in storages if each[1] <= most):
         if end > most:
             groups.append([])
             end = 0

@@ -34,6 +34,7 @@ from fxremat.ops import gradient_sums, host_copies, parameters
 from fxremat.ops.collectives import start_gather
 from fxremat.ops.overwriting import overwrite_where_alike
 from fxremat.ops.random import draw_again, draw_saving, generator_of
+from fxremat.step.liveness import last_uses
 from fxremat.step.program import Program, Role, Step, Transfer
 from fxremat.step.step_graph import Origin
 from fxremat.step.verify import is_verified, verify
@@ -161,19 +162,16 @@ class Lowering:
 
         If gradients are added to sums, each is as soon as no later step reads or writes it.
         """
-        returned, last = self.joint.backward_outputs, dict[int, int]()
-        steps = self.program.steps[self.program.split :]
-        for position, step in enumerate(steps):
-            last |= dict.fromkeys((*step.reads, *step.writes), position)
-        ended: dict[int | None, list[int]] = {}
+        returned, steps = self.joint.backward_outputs, self.program.steps[self.program.split :]
+        last, ended = last_uses(steps, len(self.program.version_of)), dict[int, list[int]]()
         for place, node in enumerate(returned):
-            ended.setdefault(last.get(self._first(node)) if self._is_added(node) else None, []).append(place)
+            ended.setdefault(last[self._first(node)] if self._is_added(node) else -1, []).append(place)
         gradients: list[Any] = [None] * len(returned)
         for position, step in enumerate(steps):
             self._step(self.backward, step)
             for place in ended.get(position, ()):
                 gradients[place] = self._gradient(place)
-        for place in ended.get(None, ()):
+        for place in ended.get(-1, ()):
             gradients[place] = self._gradient(place)
         return gradients
 

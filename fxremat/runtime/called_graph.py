@@ -130,9 +130,9 @@ class CalledGraph:
 
     def _gradients_apart(self) -> dict[int, int]:
         """Return the gradients that others may overwrite, whichever program runs: index of the gradient -> value."""
-        if len(inputs_of(self.joint)) < len(self.joint.primals):
-            return {}
-        others = {captured_of(each.order.layout.graph) for each in self._programs if each.another and not each.fused}
+        if len(inputs_of(self.joint)) < len(self.joint.primals) or any(each.fused for each in self._programs):
+            return {}  # what a compiled backward returns may share memory with what it is given
+        others = {captured_of(each.order.layout.graph) for each in self._programs if each.another}
         apart = self.joint.gradients_apart.items()
         found = {place: value for place, value in apart if all(place in other.gradients_apart for other in others)}
         return {self._gradient_at[place]: value for place, value in found.items()}

@@ -23,7 +23,7 @@ from fxremat.search.paths import Node, kept
 from fxremat.torch_private import current_node, is_allocated, storage_of, storage_watch, version_of
 
 _tokens = itertools.count(1)
-MOST_FORWARDS = 64  # forwards of a step; with more, backwards that will never run are waited for
+MOST_FORWARDS = 64  # forwards of one step; backwards that have not run by then are taken never to run
 
 
 Output = tuple[int, torch.dtype]
@@ -67,7 +67,7 @@ class Step:
     hosted: int = 0  # bytes of these values that wait on the host, besides those in `saved`
     in_backward: bool = False  # True once the first backward of a call has begun
     over: bool = False  # True once the backward of the step has ended
-    forwards: int = 1
+    forwards: int = 1  # number of forwards so far
     # number of a forward -> bytes assumed for the loss that is computed from its outputs, until its backward has run
     outside: dict[int, int] = field(default_factory=dict)
     # the `storage_of` what Python holds of these losses, and is counted
@@ -157,7 +157,7 @@ class Step:
         return border
 
     def reach(self, call: Call) -> None:
-        """Record that the backward of what a forward's outputs went into is over, as that of its calls begins."""
+        """Record that the backward has reached a call: it has passed the loss that the call's forward was for."""
         if self.in_backward and call.forward not in self.outside:
             return
         self.in_backward = True

@@ -88,8 +88,7 @@ class Coordinator:
         self.plans = PathPlans(options, model, broken_at, device)
         self.device, self._parameters = device, parameters
         self._gradients = options.loss_outside.gradients
-        # what a compiled backward returns may share memory with what it is given
-        self._sums = None if options.compiles else GradientSums(device)
+        self._sums = GradientSums(device)
         self.steps = 0  # number of steps that have begun
         self._step: Step | None = None
         self._unsettled, self._in_vain = SETTLED, 0
@@ -215,8 +214,7 @@ class Coordinator:
             apart: those of them that none of the model's losses was computed from.
         """
         if not all(call.node.measured for call in step.calls):
-            if self._sums is not None:
-                step.expect_sums()
+            step.expect_sums()
             self.plans.check_backward(step.nodes, step.gradients_behind)
         losses = [(count, dtype) for count, dtype in trained if count == 1]
         # beside a loss, gradients are expected only for outputs that it was not computed from
@@ -358,8 +356,8 @@ class Coordinator:
             self.plans.stride(node)
         if not call.is_as_saved:
             raise RuntimeError(MODIFIED)
-        summed = self._summed(call, unused) if self._sums is not None and not again else {}
-        sums = self._sums.of(summed) if self._sums is not None and summed else {}
+        summed = {} if again else self._summed(call, unused)
+        sums = self._sums.of(summed)
         added = frozenset(call.graph.gradients_apart[place] for place in sums)
         if step.measured:
             self.plans.add(node, added)
@@ -382,8 +380,7 @@ class Coordinator:
                 node.shared = max(node.shared, sum(size for is_alive, size in given if is_alive()))
         step.note("returned", node)
         gradients = without(gradients, call.graph.outputs_needed, unused)
-        if self._sums is not None and summed:
-            self._sums.begin({place: x for place, x in summed.items() if place not in sums}, gradients)
+        self._sums.begin({place: x for place, x in summed.items() if place not in sums}, gradients)
         return gradients
 
     def _summed(self, call: Call, unused: Set[int]) -> dict[int, torch.Tensor]:

@@ -1,6 +1,7 @@
-"""Whether the backward of a model's last call may still run, so that what it saved is in memory beside the next call's.
+"""The last call of a model that is one graph, and whether its backward may still run when the model is called again.
 
-Contrastive losses, siamese networks and discriminators call a model several times before one backward.
+What both calls saved is then in memory together. Contrastive losses, siamese networks and discriminators call a model
+several times before one backward.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.survey import survey
 from fxremat.step.costs import Costs, Link
 from fxremat.step.layout import Layout
-from fxremat.step.liveness import Memory, Sizes, live_bytes
+from fxremat.step.liveness import Memory, Sizes, last_uses, live_bytes
 from fxremat.step.program import Order, Program, Role, Transfer
 from fxremat.step.step_graph import StepGraph
 
@@ -113,15 +113,11 @@ class BackwardMemory:
             memory: the bytes of the entire program.
             values: the program's values -> those of the captured graph, for the gradients; None: they are the same.
         """
-        last: dict[int, int] = {}
-        for position, step in enumerate(program.steps[program.split :]):
-            last |= dict.fromkeys((*step.reads, *step.writes), position)
-        found = {}
+        last, found = last_uses(program.steps[program.split :], len(program.version_of)), {}
         for value in program.layout.graph.returned:
             known = value if values is None else values.get(value)
-            first = program.first.get(value)
-            if known is not None and first in last:
-                found[known] = last[first], sizes.values[value]
+            if known is not None and (position := last[program.first[value]]) >= 0:
+                found[known] = position, sizes.values[value]
         during = np.asarray(memory.during[program.split :], dtype=np.int64) - memory.at_split
         return cls(during=during, gradients=found)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from fxremat.step.program import Program, Role, Transfer
+from fxremat.step.program import Program, Role, Step, Transfer
 from fxremat.step.step_graph import Origin
 
 
@@ -109,6 +109,15 @@ def _changes(
     return _Changes(start, sum(tangents) + sizes.root if whole else 0, born, freed)
 
 
+def last_uses(steps: Sequence[Step | Transfer], versions: int) -> list[int]:
+    """Return for each version the index of the last of these steps that reads or writes it; -1: none does. O(steps)."""
+    last = [-1] * versions
+    for position, step in enumerate(steps):
+        for version in (*step.reads, *step.writes):
+            last[version] = position
+    return last
+
+
 def lives(
     program: Program,
     sizes: Sizes,
@@ -123,10 +132,7 @@ def lives(
     an entire step.
     """
     graph, forever = program.layout.graph, len(program.steps)
-    last = [-1] * len(program.version_of)
-    for position, step in enumerate(program.steps):
-        for version in (*step.reads, *step.writes):
-            last[version] = position
+    last = last_uses(program.steps, len(program.version_of))
     # new values of buffers are copied over the old ones after the forward, then freed
     for value in graph.updates:
         if value in program.first:

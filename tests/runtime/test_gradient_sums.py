@@ -132,7 +132,7 @@ def test_random_orders_of_shared_modules_have_plain_bits(order: list[str], mem: 
 
 
 def test_gradients_that_share_memory_are_not_overwritten() -> None:
-    """Neither those that a hook has seen, nor that of another parameter."""
+    """Compare what hooks have seen, and gradients of parameters that have the same one."""
     seen: dict[nn.Module, list[Tensor]] = {}
 
     def between(model: nn.Module, _: int, x: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def test_only_one_set_of_gradients_is_in_memory() -> None:
 
 
 def test_a_backward_that_may_run_again_has_sums_and_gradients_of_its_own() -> None:
-    """With retain_graph, autograd adds by itself: to the sums come all gradients of a call."""
+    """Let autograd add, to sums beside all gradients of a call."""
     model = Loop()
     both = 2 * sum(p.nbytes for p in model.parameters())
     ours = trained(model, "min", keeping=True)

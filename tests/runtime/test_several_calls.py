@@ -112,7 +112,7 @@ def test_the_prediction_is_exact_where_the_model_returns_its_loss(broken: bool) 
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("dynamic", [None, True, False])
 def test_calls_of_several_sizes(broken: bool, dynamic: bool | None) -> None:
-    """Sizes are inputs of a graph, with places among its gradients."""
+    """Call a graph with sizes among its inputs, and so among its gradients."""
     few = rows(4, count=100)
 
     def loss_of(model: nn.Module) -> Tensor:
@@ -156,7 +156,7 @@ def test_two_backwards_after_two_forwards() -> None:
 
 
 def test_a_discriminator_of_real_and_made_up_rows() -> None:
-    """It is called twice in a step of its own, and once in a step of the generator's."""
+    """Call it twice in a step of its own, and once in a step of the generator's."""
     torch.manual_seed(0)
     made = nn.Linear(WIDTH, WIDTH)
     plain = Net(broken=False), made
@@ -192,7 +192,7 @@ def test_outputs_that_are_kept_and_never_differentiated(monkeypatch: pytest.Monk
 
 
 class Picky(Net):
-    """Refuses rows without numbers."""
+    """Refuses seven rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) == 7:

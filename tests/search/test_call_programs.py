@@ -26,7 +26,7 @@ def programs_of(name: str) -> Sequence[CallProgram]:
 
 
 def judged_without(program: CallProgram, step: Saved, gradients: frozenset[int]) -> CallProgram:
-    """The same program of a step that does not return these gradients: each is freed after its last use."""
+    """Judge the program in a step that does not return these gradients, so that each is freed after its last use."""
     graph = replace(step.graph, returned=step.graph.returned - gradients)
     order = replace(program.order, layout=replace(program.order.layout, graph=graph))
     return judged(order, step.costs)
