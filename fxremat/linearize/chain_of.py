@@ -23,8 +23,9 @@ from fxremat.chains.schedule import Keep
 from fxremat.step.costs import Costs
 from fxremat.step.layout import Layout
 from fxremat.step.liveness import Sizes, live_bytes
-from fxremat.step.program import Replay
-from fxremat.step.step_graph import Origin, StepGraph
+from fxremat.step.order import Replay
+from fxremat.step.program import Recorder
+from fxremat.step.step_graph import Origin, StepGraph, bits_of
 
 
 def chain_of(layout: Layout, costs: Costs) -> Chain:
@@ -164,35 +165,36 @@ class _Builder:
             values[value] = 0
         return Sizes(values=values, workspace=self.costs.sizes.workspace, seed=self.costs.sizes.seed)
 
-    def _replay(self, number: int) -> Replay:
-        replay = Replay(self.layout)
-        for value in self.layout.boundary_before(number) | (
-            self.layout.held - self.layout.blocks[number].made
-        ):
-            replay.give(value)
-        return replay
-
     def _forward(self, number: int, keep: Keep, option: int, kept: frozenset[int]) -> tuple[float, int]:
         """Return the seconds of a block's forward, and its peak in bytes besides the values in `kept`."""
-        replay = self._replay(number)
+        at_hand = self.layout.boundary_before(number) | (self.layout.held - self.layout.blocks[number].made)
+        recorder = Recorder(self.layout)
+        for value in at_hand:
+            recorder.give(value)
+        replay = Replay(self.layout, bits_of(at_hand))
         replay.forward(number, keep, option)
-        program = replay.program()
+        recorder.follow(replay.ops, replay.blocks)
+        program = recorder.program(len(replay.ops))
         memory = live_bytes(program, self._sizes, at_hand={}, kept=kept)
         return self.costs.time(program), max(0, max(memory.during, default=0) - self._size(kept))
 
     def _backward(self, number: int, option: int) -> tuple[float, int]:
         """Return the seconds of a block's backward from what a save option kept, and its scratch in bytes."""
         place = self.layout.blocks[number]
-        replay = Replay(self.layout, ran=set(range(self.graph.forward_count)))
+        ran = range(self.graph.forward_count)
+        recorder = Recorder(self.layout, set(ran))
         stored = place.saved[option] | place.boundary | self.layout.boundary_before(number)
         entering = self._entering(number)
-        at_hand = {replay.give(value): self.costs.sizes.values[value] for value in sorted(stored | entering)}
+        at_hand = {recorder.give(value): self.costs.sizes.values[value] for value in sorted(stored | entering)}
         others = self.layout.held | {v for v, (made, read) in self.gradients.items() if read <= number < made}
         others |= self._returned_before(number)
         for value in sorted(others - stored - entering):
-            at_hand[replay.give(value)] = 0
+            at_hand[recorder.give(value)] = 0
+        replay = Replay(self.layout, bits_of(stored | entering | others), bits_of(ran))
         replay.backward(number)
-        program = replay.program()
+        order = replay.order()
+        recorder.follow(order.ops, order.blocks)
+        program = recorder.program(0)
         written = {value for index in place.backward for value in self.graph.ops[index].writes}
         stays = (written & self._leaving) | self.layout.boundary_before(
             number

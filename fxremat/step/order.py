@@ -1,6 +1,11 @@
 """The order of ops that a schedule of blocks executes, replayed on sets of bits.
 
-The result is that of `step.program.Replay`, which also numbers the versions of values. A survey replays hundreds of
+A schedule consists of operations on blocks:
+
+    Fck l, Fnone l, Fall l[o]   the ops of block l that compute the values to be stored, if not available already
+    B l                         the backward ops of block l, each after the recomputations that it needs
+
+The schedule decides which values can be read; `step.program` numbers their versions. A survey replays hundreds of
 schedules of one layout, in which a block finds the same values in memory again and again: what its forward or backward
 ran then is remembered, so that most operations of a schedule are one look-up.
 """
@@ -25,12 +30,10 @@ def order_of(layout: Layout, schedule: Schedule) -> Order:
     Raises:
         InvalidSchedule: an op needs a value that the schedule does not keep.
     """
-    replay = _Replay(layout)
+    replay = Replay(layout)
     for op in schedule.ops:
         replay.execute(op)
-    replay.check_complete()
-    split = len(replay.ops) if replay.split is None else replay.split
-    return Order(layout=layout, ops=tuple(replay.ops), blocks=tuple(replay.blocks), split=split)
+    return replay.order()
 
 
 def rematerialize(layout: Layout, schedule: Schedule) -> Program:
@@ -59,6 +62,14 @@ class _Counts:
             values &= ~digit
 
     @property
+    def one(self) -> int:
+        """The values that are counted exactly once."""
+        first, more = self._digits[0] if self._digits else 0, 0
+        for digit in self._digits[1:]:
+            more |= digit
+        return first & ~more
+
+    @property
     def positive(self) -> int:
         """The values that are counted at least once."""
         positive = 0
@@ -68,63 +79,111 @@ class _Counts:
 
 
 @dataclass(slots=True)
-class _Replay:
-    """The state while a schedule is replayed: the values in memory, the items that are stored, and the order so far."""
+class Replay:
+    """The state while a schedule is replayed: the values in memory, the items that are stored, and the order so far.
+
+    An item is ("a", block), the output of a block, or ("A", block), all that its backward reads; blocks count from 0,
+    and sets of values are bits.
+
+    Args:
+        layout: the step as a chain of blocks.
+        current: the values that are available, besides those that no op computes.
+        ran: ops that ran at least once.
+    """
 
     layout: Layout
+    current: int = 0
+    ran: int = 0
     ops: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    split: int | None = None
-    _current: int = 0  # the values that are available, besides those that no op computes
-    _ran: int = 0  # ops that ran at least once
+    split: int | None = None  # the number of ops that ran before the first backward; None: there was none
     _covers: _Counts = field(default_factory=_Counts)  # how many stored items contain a value
     _stored: dict[tuple[str, int], int] = field(default_factory=dict)
     _waiting: tuple[int, ...] = ()  # backward ops that wait for a gradient which is not computed yet
 
     def execute(self, op: Op) -> None:
-        """Run one operation of a schedule, except copies, which raise `InvalidSchedule`."""
+        """Run one operation of a schedule, except copies, which raise `InvalidSchedule`.
+
+        `transfers.activations.trips_of` runs schedules with copies.
+        """
         match op:
             case Forward(block, keep, option):
-                self._forward(block - 1, keep, option)
+                self.forward(block - 1, keep, option)
             case Backward(block):
-                self._backward(block - 1)
+                self.backward(block - 1)
             case Drop(value):
-                self._discard(value.kind, value.index - 1)
+                self.discard(value.kind, value.index - 1)
             case _:
                 raise InvalidSchedule(f"{op} needs a host to go to: compile with offload=True")
 
-    def check_complete(self) -> None:
-        """Raise `InvalidSchedule` if backward ops still wait for a gradient."""
+    def order(self) -> Order:
+        """Return the order so far. Raises `InvalidSchedule` if backward ops still wait for a gradient."""
         if self._waiting:
             name = self.layout.graph.ops[self._waiting[0]].name
             raise InvalidSchedule(f"the schedule ends before {name} has the gradients that it reads")
+        split = len(self.ops) if self.split is None else self.split
+        return Order(layout=self.layout, ops=tuple(self.ops), blocks=tuple(self.blocks), split=split)
 
-    def _forward(self, block: int, keep: Keep, option: int) -> None:
+    def only_in(self, kind: str, block: int) -> int:
+        """Return the values of a stored item that no other one contains; none for ("a", -1), the chain's input.
+
+        Raises:
+            InvalidSchedule: the item is not stored.
+        """
+        if block < 0:
+            return 0
+        if (kind, block) not in self._stored:
+            raise InvalidSchedule(f"Off({kind}{block + 1}): it is not stored")
+        return self._stored[kind, block] & self._covers.one
+
+    def restore(self, kind: str, block: int, values: int) -> bool:
+        """Store an item again, of which these values came back from the host; tell whether it was not stored."""
+        if (kind, block) in self._stored:
+            return False
+        self.current |= values
+        self._store((kind, block), values)
+        return True
+
+    def forward(self, block: int, keep: Keep, option: int = 0) -> None:
+        """Run the forward of a block, and store its output; with `Keep.ALL`, the values of a save option instead.
+
+        `Keep.NONE` also discards the block's input.
+        """
         saved, bits = self.layout.blocks[block].saved, self.layout.bits[block]
         if keep is Keep.ALL and option >= len(saved):
             raise InvalidSchedule(f"block {block + 1} has {len(saved)} options, not {option + 1}")
         kept = option if keep is Keep.ALL else -1
-        self._take((block, kept, self._current & bits.near_forward, self._ran & bits.span), block, kept)
+        self._take((block, kept, self.current & bits.near_forward, self.ran & bits.span), block, kept)
         if keep is Keep.ALL:
             self._store(("A", block), bits.saved[option] | bits.boundary)
         else:
             self._store(("a", block), bits.boundary)
         if keep is Keep.NONE:
-            self._discard("a", block - 1)
+            self.discard("a", block - 1)
         self._free(bits.made)
 
-    def _backward(self, block: int) -> None:
+    def backward(self, block: int) -> None:
+        """Run the backward of a block, then discard the block's input and the values saved for it.
+
+        An op that reads a gradient which a later backward computes (parts of the model share weights) waits for it.
+        """
         if self.split is None:
             self.split = len(self.ops)
         bits = self.layout.bits[block]
         near = bits.near_backward, bits.span
         if self._waiting:  # ops that wait may belong to other blocks, and read their values
             near = -1, -1
-        self._take((block, self._waiting, self._current & near[0], self._ran & near[1]), block, None)
-        self._discard("A", block)
-        self._discard("a", block - 1)
-        self._discard("a", block)
+        self._take((block, self._waiting, self.current & near[0], self.ran & near[1]), block, None)
+        self.discard("A", block)
+        self.discard("a", block - 1)
+        self.discard("a", block)
         self._free(bits.made)
+
+    def discard(self, kind: str, block: int) -> None:
+        """Discard the stored output ("a") or save set ("A") of a block; do nothing if it is not stored."""
+        if values := self._stored.pop((kind, block), 0):
+            self._covers.subtract(values)
+            self._free(values)
 
     def _take(self, key: tuple[object, ...], block: int, kept: int | None) -> None:
         """Run the forward of a block for one of its save options, or its backward if `kept` is None.
@@ -134,31 +193,25 @@ class _Replay:
         """
         ran = self.layout.ran.get(key)
         if ran is None:
-            runner = _Runner(self.layout, block, self._current, self._ran, self._waiting)
+            runner = _Runner(self.layout, block, self.current, self.ran, self._waiting)
             runner.backward() if kept is None else runner.forward(kept)
-            made, new = runner.current & ~self._current, runner.ran & ~self._ran
+            made, new = runner.current & ~self.current, runner.ran & ~self.ran
             ran = self.layout.ran[key] = Ran(tuple(runner.ops), made, new, tuple(runner.waiting))
         self.ops += ran.ops
         self.blocks += [block] * len(ran.ops)
-        self._current |= ran.made
-        self._ran |= ran.ran
+        self.current |= ran.made
+        self.ran |= ran.ran
         if kept is None:  # a forward leaves what waits as it is, and its key does not have it
             self._waiting = ran.waiting
 
     def _store(self, item: tuple[str, int], values: int) -> None:
         self._covers.add(values)
-        self._discard(*item)  # replaces an item that is stored already; values in both the old and the new one stay
+        self.discard(*item)  # replaces an item that is stored already; values in both the old and the new one stay
         self._stored[item] = values
-
-    def _discard(self, kind: str, block: int) -> None:
-        """Discard the stored output ("a") or save set ("A") of a block; do nothing if it is not stored."""
-        if values := self._stored.pop((kind, block), 0):
-            self._covers.subtract(values)
-            self._free(values)
 
     def _free(self, values: int) -> None:
         """Free those of the values that no stored item contains, and that are not held whatever is stored."""
-        self._current &= ~values | self._covers.positive | self.layout.held_bits
+        self.current &= ~values | self._covers.positive | self.layout.held_bits
 
 
 class _Runner:

@@ -1,22 +1,16 @@
 """The step to run, op by op: which op runs when, on which version of each value.
 
-A version is a value as computed by one execution of its op; a recomputed value has several. A schedule consists
-of operations on blocks; `rematerialize` replays it and records every execution of an op:
-
-    Fck l, Fnone l, Fall l[o]   the ops of block l that compute the values to be stored, if not available already
-    B l                         the backward ops of block l, each after the recomputations that it needs
-
-The schedule decides which values can be read. A version is freed right after its last use (see
-`step.liveness`), even where the schedule would keep it longer.
+A version is a value as computed by one execution of its op; a recomputed value has several. The order of ops comes
+from a schedule of blocks (`step.order`) or from a search; `Recorder` numbers the versions. A version is freed right
+after its last use (see `step.liveness`), even where a schedule would keep it longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Op
 from fxremat.errors import InvalidSchedule
 from fxremat.step.layout import Layout
 
@@ -118,13 +112,9 @@ class Order:
 
         Raises `InvalidSchedule` if an op reads a value that is not computed yet.
         """
-        replay = Replay(self.layout)
-        pinned = self.layout.graph.pinned
-        for position, (op, block) in enumerate(zip(self.ops, self.blocks, strict=True)):
-            if position == self.split:
-                replay.split = position
-            replay.run(op, block, pinned)
-        return replay.whole_program()
+        recorder = Recorder(self.layout)
+        recorder.follow(self.ops, self.blocks)
+        return recorder.whole_program(self.split)
 
     def repeats(self, some: Set[int]) -> bool:
         """Tell whether one of these ops runs more than once. O(steps)."""
@@ -133,24 +123,21 @@ class Order:
 
 
 @dataclass(slots=True)
-class Replay:
-    """The state while a schedule is simulated: the current version of each value, and the items that are stored.
+class Recorder:
+    """Records the steps of a program as ops run, and numbers the versions of values.
 
-    A version is the result of one execution of the op that computes the value.
+    Args:
+        layout: the step as a chain of blocks.
+        ran: ops that ran at least once; those that ran before the program begins, at first.
     """
 
     layout: Layout
+    ran: set[int] = field(default_factory=set)
     steps: list[Step] = field(default_factory=list)
     version_of: list[int] = field(default_factory=list)
-    current: dict[int, int] = field(default_factory=dict)
-    ran: set[int] = field(default_factory=set)  # ops that ran at least once
-    split: int | None = None
-    # value -> number of stored block outputs and save sets that contain the value
-    _covers: dict[int, int] = field(default_factory=dict)
-    _stored: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
-    _repeated: set[int] = field(default_factory=set)
-    _waiting: list[int] = field(default_factory=list)  # backward ops that wait for a gradient which is not computed yet
+    current: dict[int, int] = field(default_factory=dict)  # value -> its latest version, which ops read
     _first: dict[int, int] = field(default_factory=dict)
+    _repeated: set[int] = field(default_factory=set)
 
     def give(self, value: int) -> int:
         """Add a version of a value (the result of one more execution), make it the current one, and return its number.
@@ -160,118 +147,43 @@ class Replay:
         self._first.setdefault(value, version)
         return version
 
-    def execute(self, op: Op) -> None:
-        """Run one operation of a schedule, except copies, which raise `InvalidSchedule`.
+    def run(self, index: int, block: int) -> None:
+        """Run one op on the current versions of its operands; its results become the current versions.
 
-        `transfers.activations.trips_of` runs schedules with copies.
+        Of a value that the caller of the step keeps, the first version stays current.
+
+        Raises:
+            InvalidSchedule: an operand is not computed yet.
         """
-        match op:
-            case Forward(block, keep, option):
-                self.forward(block - 1, keep, option)
-            case Backward(block):
-                self.backward(block - 1)
-            case Drop(value):
-                self.discard(value.kind, value.index - 1)
-            case _:
-                raise InvalidSchedule(f"{op} needs a host to go to: compile with offload=True")
+        graph = self.layout.graph
+        op, again = graph.ops[index], index in self.ran
+        wanted, made = (op.again_reads, op.again_writes) if again else (op.reads, op.writes)
+        for value in wanted:
+            if value not in self.current:
+                if value not in graph.given:
+                    raise InvalidSchedule(f"{op.name} runs before {graph.values[value].name}, which it reads")
+                self.give(value)
+        reads = tuple([self.current[value] for value in wanted])
+        writes = tuple([self.give(value) for value in made])
+        self.current |= {value: self._first[value] for value in made if value in graph.pinned}
+        role = Role.BACKWARD if op.backward else Role.RECOMPUTE if again else Role.FORWARD
+        self.steps.append(Step(index, block, role, reads, writes))
+        (self._repeated if again else self.ran).add(index)
 
-    def versions_of(self, kind: str, block: int) -> dict[int, int]:
-        """Return value -> version for the values that no other stored item contains; {} for the chain's input.
+    def follow(self, ops: Sequence[int], blocks: Sequence[int]) -> None:
+        """Run the ops of an order that are not recorded yet, each for the block at its place in `blocks`."""
+        done = len(self.steps)
+        for index, block in zip(ops[done:], blocks[done:], strict=True):
+            self.run(index, block)
 
-        An item is ("a", block), the output of a block, or ("A", block), all that its backward reads; blocks
-        count from 0. Raises `InvalidSchedule` if the item is not stored.
-        """
-        if block < 0:
-            return {}
-        if (kind, block) not in self._stored:
-            raise InvalidSchedule(f"Off({kind}{block + 1}): it is not stored")
-        values = self._stored[kind, block]
-        return {value: self.current[value] for value in sorted(values) if self._covers[value] == 1}
-
-    def restore(self, kind: str, block: int, versions: Mapping[int, int]) -> None:
-        """Store a discarded block output or save set again, with these versions of its values.
-
-        Do nothing if it is stored. `versions_of` describes the arguments.
-        """
-        if (kind, block) not in self._stored:
-            self.current |= versions
-            self._store((kind, block), versions)
-
-    def forward(self, block: int, keep: Keep, option: int = 0) -> None:
-        """Run the forward of a block, and store its output; with `Keep.ALL`, the values of a save option instead.
-
-        `Keep.NONE` also discards the block's input.
-        """
-        place, graph = self.layout.blocks[block], self.layout.graph
-        if keep is Keep.ALL and option >= len(place.saved):
-            raise InvalidSchedule(f"block {block + 1} has {len(place.saved)} options, not {option + 1}")
-        first = not self._seen(block)
-        if first:
-            for index in place.forward:  # ops without outputs, such as assertions, run only once
-                if not graph.ops[index].writes:
-                    self._run(index, block)
-        self._need(self.layout.needs[block, option if keep is Keep.ALL else -1, first], block)
-        if keep is Keep.ALL:
-            self._store(("A", block), place.saved[option] | place.boundary)
-        else:
-            self._store(("a", block), place.boundary)
-        if keep is Keep.NONE:
-            self.discard("a", block - 1)
-        self._forget(place.made)
-
-    def backward(self, block: int) -> None:
-        """Run the backward of a block, then discard the block's input and the values saved for it.
-
-        An op that reads a gradient which a later backward computes (parts of the model share weights) waits for
-        it.
-        """
-        if self.split is None:
-            self.split = self._count()
-        place = self.layout.blocks[block]
-        self._run_ready(place.backward, block)
-        if self._waiting:
-            self._run_ready((), block)
-        self.discard("A", block)
-        self.discard("a", block - 1)
-        self.discard("a", block)
-        self._forget(place.made)
-
-    def _run_ready(self, backward: Iterable[int], block: int) -> None:
-        """Run these backward ops, and ops that waited before, unless gradients that they read are still missing.
-
-        Random ops keep their order: one waits while an earlier one does.
-        """
-        waiting, self._waiting = [*self._waiting, *backward], []
-        ops = self.layout.graph.ops
-        for index in waiting:
-            behind = ops[index].random and any(ops[other].random for other in self._waiting)
-            if behind or self._gradients_missing(index):
-                self._waiting.append(index)
-            else:
-                self._run(index, block)
-
-    def _gradients_missing(self, index: int) -> bool:
-        return any(value not in self.current for value in self.layout.graph.gradients_read[index])
-
-    def discard(self, kind: str, block: int) -> None:
-        """Discard the stored output ("a") or save set ("A") of a block; do nothing if it is not stored."""
-        for value in self._stored.pop((kind, block), ()):
-            self._covers[value] -= 1
-            if not self._covers[value]:
-                del self._covers[value]
-                if value not in self.layout.held:
-                    self.current.pop(value, None)
-
-    def whole_program(self) -> Program:
+    def whole_program(self, split: int) -> Program:
         """Return the recorded program of an entire step, with inputs that no op reads added."""
         for value in sorted(self.layout.graph.given - self.current.keys()):
             self.give(value)
-        return self.program()
+        return self.program(split)
 
-    def program(self) -> Program:
-        """Return the program recorded so far."""
-        self.check_complete()
-        split = len(self.steps) if self.split is None else self.split
+    def program(self, split: int) -> Program:
+        """Return the program recorded so far, whose backward begins with step `split`."""
         late_reads = {self.version_of[version] for step in self.steps[split:] for version in step.reads}
         return Program(
             layout=self.layout,
@@ -282,89 +194,3 @@ class Replay:
             repeated=frozenset(self._repeated),
             preserved=frozenset(late_reads & self.layout.graph.mutated_primals),
         )
-
-    def check_complete(self) -> None:
-        """Raise `InvalidSchedule` if backward ops still wait for a gradient."""
-        if self._waiting:
-            name = self.layout.graph.ops[self._waiting[0]].name
-            raise InvalidSchedule(f"the schedule ends before {name} has the gradients that it reads")
-
-    def _count(self) -> int:
-        return len(self.steps)
-
-    def _seen(self, block: int) -> bool:
-        return not self.ran.isdisjoint(self.layout.blocks[block].forward)
-
-    def _store(self, item: tuple[str, int], values: Iterable[int]) -> None:
-        held = frozenset(values)
-        for value in held:
-            self._covers[value] = self._covers.get(value, 0) + 1
-        # replaces an output or save set that is stored already; values in both the old and the new one stay
-        self.discard(*item)
-        self._stored[item] = held
-
-    def _forget(self, values: frozenset[int]) -> None:
-        for value in self.current.keys() & values:
-            if value not in self._covers and value not in self.layout.held:
-                del self.current[value]
-
-    def _need(self, wanted: Iterable[int], block: int) -> None:
-        """Compute the wanted values of a block by running ops in forward order."""
-        for index in self._makers(wanted, block):
-            self._run(index, block)
-
-    def _makers(self, wanted: Iterable[int], block: int) -> list[int]:
-        """List the ops, in forward order, that compute the wanted values of a block and all missing inputs of these."""
-        graph, place = self.layout.graph, self.layout.blocks[block]
-        missing: set[int] = set()
-        stack = self._missing(wanted)
-        while stack:
-            producer = graph.values[stack.pop()].producer
-            assert producer is not None
-            if producer in missing:
-                continue
-            missing.add(producer)
-            op = graph.ops[producer]
-            reads = op.again_reads if producer in self.ran else op.reads
-            stack += self._missing(reads)
-        makers = sorted(missing)
-        for index in (makers[0], makers[-1]) if makers else ():
-            if not place.forward or index < place.forward[0] or index > place.forward[-1]:
-                op = graph.ops[index]
-                raise InvalidSchedule(f"block {block + 1} needs {op.name}, which belongs to another block")
-        return makers
-
-    def _missing(self, values: Iterable[int]) -> list[int]:
-        """List the values that are not available; inputs become available when they are first read."""
-        missing = []
-        for value in values:
-            if value not in self.current:
-                if value in self.layout.graph.given:
-                    self.give(value)
-                else:
-                    missing.append(value)
-        return missing
-
-    def _run(self, index: int, block: int) -> None:
-        op = self.layout.graph.ops[index]
-        if missing := self._missing(op.again_reads if index in self.ran else op.reads):
-            self._need(missing, block)
-        self.run(index, block)
-
-    def run(self, index: int, block: int, pinned: frozenset[int] = frozenset()) -> None:
-        """Run one op on the current versions (latest results) of its operands; its results become the current versions.
-
-        The first version of a `pinned` value, which the caller of the step keeps, stays current.
-        """
-        op = self.layout.graph.ops[index]
-        again = index in self.ran
-        wanted, made = (op.again_reads, op.again_writes) if again else (op.reads, op.writes)
-        if missing := self._missing(wanted):
-            name = self.layout.graph.values[missing[0]].name
-            raise InvalidSchedule(f"{op.name} runs before {name}, which it reads")
-        reads = tuple([self.current[value] for value in wanted])
-        writes = tuple([self.give(value) for value in made])
-        self.current |= {value: self._first[value] for value in made if value in pinned}
-        role = Role.BACKWARD if op.backward else Role.RECOMPUTE if again else Role.FORWARD
-        self.steps.append(Step(index, block, role, reads, writes))
-        (self._repeated if again else self.ran).add(index)

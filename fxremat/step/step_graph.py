@@ -117,6 +117,19 @@ def bits_of(numbers: Iterable[int]) -> int:
     return bits
 
 
+def numbers_of(bits: int) -> list[int]:
+    """Return the set of numbers that the bits of an integer are, in ascending order.
+
+    >>> numbers_of(0b1001)
+    [0, 3]
+    """
+    numbers = []
+    while bits:
+        numbers.append((bits & -bits).bit_length() - 1)
+        bits &= bits - 1
+    return numbers
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepGraph:
     """Forward and backward of one training step; op and value numbers index `ops` and `values`."""
@@ -226,12 +239,6 @@ class StepGraph:
         gradient = self.updates_of[parameter]
         made_here = self.values[gradient].origin is Origin.BACKWARD
         return not made_here or gradient in self.returned or list(self.updates_of.values()).count(gradient) > 1
-
-    @cached_property
-    def gradients_read(self) -> tuple[tuple[int, ...], ...]:
-        """For each op, the values computed in the backward that it reads."""
-        backward = frozenset(v.index for v in self.values if v.origin is Origin.BACKWARD)
-        return tuple(tuple(value for value in op.reads if value in backward) for op in self.ops)
 
     @cached_property
     def tangent_values(self) -> tuple[int, ...]:

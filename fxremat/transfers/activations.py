@@ -19,8 +19,9 @@ from fxremat.errors import InvalidSchedule
 from fxremat.step.costs import Costs, Link
 from fxremat.step.layout import Layout
 from fxremat.step.liveness import live_bytes
-from fxremat.step.program import Program, Replay, Role, Transfer
-from fxremat.step.step_graph import Origin
+from fxremat.step.order import Replay
+from fxremat.step.program import Program, Recorder, Role, Transfer
+from fxremat.step.step_graph import Origin, bits_of, numbers_of
 from fxremat.step.transferred import ProgramWithTransfers
 from fxremat.transfers.clock import Ints
 from fxremat.transfers.copies import CopyIn, CopyOut, durations, need_of, time_copies
@@ -69,22 +70,28 @@ def trips_of(layout: Layout, schedule: Schedule, costs: Costs) -> tuple[Program,
     Raises:
         InvalidSchedule: the schedule offloads a value that is not stored, or prefetches one that is not on the host.
     """
-    replay = Replay(layout)
+    replay, recorder = Replay(layout), Recorder(layout)
     hosted: dict[Value, Mapping[int, int]] = {}
     back: dict[int, int] = {}
     for op in schedule.ops:
         match op:
             case Offload(value):
-                hosted[value] = replay.versions_of(value.kind, value.index - 1)
+                recorder.follow(replay.ops, replay.blocks)
+                leaves = numbers_of(replay.only_in(value.kind, value.index - 1))
+                hosted[value] = {each: recorder.current[each] for each in leaves}
             case Prefetch(value):
                 if value not in hosted:
                     raise InvalidSchedule(f"{op} is not on the host")
-                replay.restore(value.kind, value.index - 1, hosted[value])
+                recorder.follow(replay.ops, replay.blocks)
+                if replay.restore(value.kind, value.index - 1, bits_of(hosted[value])):
+                    recorder.current |= hosted[value]
                 for version in hosted[value].values():
-                    back.setdefault(version, len(replay.steps))
+                    back.setdefault(version, len(replay.ops))
             case _:
                 replay.execute(op)
-    program = replay.whole_program()
+    order = replay.order()
+    recorder.follow(order.ops, order.blocks)
+    program = recorder.whole_program(order.split)
     return program, _Visits.of(program).trips(back, costs)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fxremat.step.layout import Layout
 from fxremat.step.liveness import Memory, Sizes, live_bytes, lives, seed_lives
-from fxremat.step.program import Order, Program, Replay, Role, Step, Transfer
+from fxremat.step.program import Order, Program, Recorder, Role, Step, Transfer
 from fxremat.step.step_graph import Origin
 from tests.dags import few
 from tests.joints import graph_of, joints, op, orders, sizes_of
@@ -123,15 +123,13 @@ def test_transfers_take_what_they_write_and_say(data: st.DataObject, order: Orde
 @MANY
 @given(st.data(), joints())
 def test_a_part_of_a_step_begins_with_what_is_at_hand(data: st.DataObject, joint: Any) -> None:
-    replay = Replay(Layout(graph=joint, blocks=(), held=frozenset()))
+    recorder = Recorder(Layout(graph=joint, blocks=(), held=frozenset()), set(range(joint.forward_count)))
     for item in joint.forward_ops:
         for value in item.writes:
-            replay.give(value)
-    replay.ran.update(range(joint.forward_count))
-    replay.split = data.draw(st.sampled_from([None, 0]))
+            recorder.give(value)
     for index in range(joint.forward_count, len(joint.ops)):
-        replay.run(index, 0)
-    program = replay.program()
+        recorder.run(index, 0)
+    program = recorder.program(data.draw(st.sampled_from([len(recorder.steps), 0])))
     sizes = data.draw(sizes_of(program))
     forward = [v for v, value in enumerate(program.version_of) if joint.values[value].origin is Origin.FORWARD]
     at_hand = {version: data.draw(st.integers(0, 50)) for version in forward}
@@ -173,9 +171,9 @@ def test_what_nothing_uses() -> None:
     joint = graph_of(
         [Origin.TANGENT, Origin.TANGENT, Origin.FORWARD, Origin.BACKWARD], [op([0], [3], backward=True)]
     )
-    replay = Replay(Layout(graph=joint, blocks=(), held=frozenset()), split=0)
-    replay.give(2)
-    replay.run(0, 0)
-    program, sizes = replay.whole_program(), Sizes(values=[1, 2, 4, 8], workspace=[0])
+    recorder = Recorder(Layout(graph=joint, blocks=(), held=frozenset()))
+    recorder.give(2)
+    recorder.run(0, 0)
+    program, sizes = recorder.whole_program(0), Sizes(values=[1, 2, 4, 8], workspace=[0])
     assert [program.version_of[version] for version in range(4)] == [2, 0, 3, 1]
     assert lives(program, sizes) == [(-1, 4), (0, 1), (0, 8), (1, 2)]

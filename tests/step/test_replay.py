@@ -1,4 +1,4 @@
-"""Tests of what schedules and orders execute, on joint graphs of numbers alone: by hand, and against a naive replay."""
+"""Tests of what schedules and orders execute, on joint graphs of numbers alone: by hand, and op by op."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Schedule, Val
 from fxremat.errors import InvalidSchedule
 from fxremat.linearize.lay_out import lay_out
 from fxremat.step.layout import BlockLayout, Layout
-from fxremat.step.order import order_of, rematerialize
-from fxremat.step.program import Order, Program, Replay, Role, Transfer
-from fxremat.step.step_graph import Origin
+from fxremat.step.order import Replay, order_of, rematerialize
+from fxremat.step.program import Order, Program, Recorder, Role, Transfer
+from fxremat.step.step_graph import Origin, bits_of, numbers_of
 from tests.dags import few
 from tests.joints import graph_of, joints, op, orders
 
@@ -146,10 +146,10 @@ def test_the_first_forward_of_a_block_makes_what_the_caller_gets(output: bool) -
     replay = Replay(layout)
     for block in range(3):
         replay.forward(block, Keep.CHECKPOINT)
-    assert [step.op for step in replay.steps] == [0, 1, 2, 3, 4]
+    assert replay.ops == [0, 1, 2, 3, 4]
     replay.forward(2, Keep.CHECKPOINT)
-    assert len(replay.steps) == 5
-    assert (5 in replay.current) is not output  # nothing holds it until the layout says so
+    assert len(replay.ops) == 5
+    assert (5 in numbers_of(replay.current)) is not output  # nothing holds it until the layout says so
 
 
 def test_an_op_that_returns_nothing_runs_once() -> None:
@@ -212,25 +212,51 @@ def _outcome(run: Callable[[], Sequence[tuple[int, int]]]) -> object:
         return str(error)
 
 
+class _Forgets(dict[Any, Any]):
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
+
+
 @few(300)
 @given(st.data())
-def test_an_order_is_that_of_the_replay_with_versions(data: Any) -> None:
-    """Several schedules of one layout, so that what a block ran before is remembered."""
+def test_what_a_block_ran_before_is_remembered_only_where_it_runs_the_same_again(data: Any) -> None:
     layout = data.draw(layouts())
     for schedule in data.draw(st.lists(schedules(len(layout.blocks)), min_size=1, max_size=4)):
+        forgetful = replace(layout)
+        forgetful.__dict__["ran"] = _Forgets()
 
-        def as_before(schedule: Schedule = schedule) -> Sequence[tuple[int, int]]:
-            replay = Replay(layout)
-            for one in schedule.ops:
-                replay.execute(one)
-            replay.check_complete()
-            return [(step.op, step.block) for step in replay.steps]
-
-        def on_bits(schedule: Schedule = schedule) -> Sequence[tuple[int, int]]:
+        def order(layout: Layout, schedule: Schedule = schedule) -> Sequence[tuple[int, int]]:
             order = order_of(layout, schedule)
-            return list(zip(order.ops, order.blocks, strict=True))
+            return [(order.split, -1), *zip(order.ops, order.blocks, strict=True)]
 
-        assert _outcome(on_bits) == _outcome(as_before)
+        assert _outcome(lambda layout=layout: order(layout)) == _outcome(lambda layout=forgetful: order(layout))
+
+
+@few(300)
+@given(st.data())
+def test_an_order_runs_what_can_run_and_never_what_is_in_memory(data: Any) -> None:
+    """Each op finds what it reads, and no forward op runs while the values that it made are stored."""
+    layout = data.draw(layouts())
+    schedule = data.draw(schedules(len(layout.blocks)))
+    replay, recorder = Replay(layout), Recorder(layout)
+    computed = layout.graph.bits.computed
+    for one in schedule.ops:
+        before, begin = replay.current, len(replay.ops)
+        try:
+            replay.execute(one)
+        except InvalidSchedule:
+            return
+        available = before
+        for index in replay.ops[begin:]:
+            executed = layout.graph.ops[index]
+            again = index in recorder.ran
+            reads = bits_of(executed.again_reads if again else executed.reads) & computed
+            assert reads & ~available == 0
+            made = bits_of(executed.writes)
+            assert executed.backward or not made or made & ~available
+            available |= made
+            recorder.run(index, 0)
+        assert replay.current & ~available == 0
 
 
 def towers() -> Layout:
@@ -292,29 +318,40 @@ def test_the_backward_needs_nothing_of_an_empty_forward() -> None:
 def test_values_that_travel_are_those_that_nothing_else_holds() -> None:
     replay = Replay(chain())
     replay.forward(0, Keep.ALL)
-    assert replay.versions_of("A", 0) == {1: 1, 2: 2}
-    assert replay.versions_of("a", -1) == {}  # the input of the step
+    assert replay.only_in("A", 0) == bits_of([1, 2])
+    assert replay.only_in("a", -1) == 0  # the input of the step
     with pytest.raises(InvalidSchedule, match=r"Off\(a1\): it is not stored"):
-        replay.versions_of("a", 0)
+        replay.only_in("a", 0)
     replay.forward(0, Keep.CHECKPOINT)
-    assert replay.versions_of("A", 0) == {1: 1}  # a1 holds the output, too
-    assert replay.versions_of("a", 0) == {}
+    assert replay.only_in("A", 0) == bits_of([1])  # a1 holds the output, too
+    assert replay.only_in("a", 0) == 0
     replay.discard("A", 0)
-    assert replay.current.keys() == {0, 2}
-    replay.restore("A", 0, {1: 1, 2: 2})
-    assert replay.current == {0: 0, 1: 1, 2: 2}
-    replay.restore("A", 0, {1: 7})  # it is stored
-    assert replay.current[1] == 1
+    assert replay.current == bits_of([2])
+    assert replay.restore("A", 0, bits_of([1]))
+    assert replay.current == bits_of([1, 2])
+    assert not replay.restore("A", 0, bits_of([1]))  # it is stored
     replay.discard("a", 0)
-    assert replay.versions_of("A", 0) == {1: 1, 2: 2}
+    assert replay.only_in("A", 0) == bits_of([1])
+    replay.forward(0, Keep.ALL)
+    replay.forward(0, Keep.CHECKPOINT)
+    assert replay.only_in("A", 0) == bits_of([1])
 
 
 def test_a_program_of_a_part_has_no_backward_and_no_inputs_that_nothing_reads() -> None:
-    replay = Replay(chain())
+    replay, recorder = Replay(chain()), Recorder(chain())
     replay.forward(0, Keep.ALL)
-    part = replay.program()
+    recorder.follow(replay.ops, replay.blocks)
+    part = recorder.program(2)
     assert (part.split, part.version_of) == (2, (0, 1, 2))
-    assert replay.whole_program().version_of == (0, 1, 2, 7)
+    assert recorder.whole_program(2).version_of == (0, 1, 2, 7)
+
+
+def test_an_order_is_recorded_as_it_grows() -> None:
+    order, recorder = order_of(chain(), Schedule.parse("Fck1 Fall2 Fall3 B3 B2 Fall1 B1")), Recorder(chain())
+    for end in (2, 2, 7, len(order.ops)):
+        recorder.follow(order.ops[:end], order.blocks[:end])
+        assert len(recorder.steps) == end
+    assert recorder.whole_program(order.split).steps == order.program().steps
 
 
 def test_executions_leave_transfers_out() -> None:
