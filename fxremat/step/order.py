@@ -41,7 +41,7 @@ def rematerialize(layout: Layout, schedule: Schedule) -> Program:
     return order_of(layout, schedule).program()
 
 
-class _Counts:
+class Counts:
     """Counts of the stored items that contain each value, all values at once: bit k of each is in the k-th digit."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Replay:
     ops: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     split: int | None = None  # the number of ops that ran before the first backward; None: there was none
-    _covers: _Counts = field(default_factory=_Counts)  # how many stored items contain a value
+    _covers: Counts = field(default_factory=Counts)  # how many stored items contain a value
     _stored: dict[tuple[str, int], int] = field(default_factory=dict)
     _waiting: tuple[int, ...] = ()  # backward ops that wait for a gradient which is not computed yet
 

@@ -139,6 +139,20 @@ def test_what_is_fetched_twice_has_stayed_since_the_first_time() -> None:
     assert found[0].returns == trips(program, by_hand(layout))[0].returns
 
 
+def test_the_copy_that_comes_back_is_read_even_where_its_op_ran_again_meanwhile() -> None:
+    layout = chain_layout()
+    text = "Fall1 Off(A1) Drop(A1) Fck1 Fall2 Drop(a1) Fall3 Fall4 Fall5 B5 B4 B3 Pre(A1) B2 B1"
+    program, found = trips_of(layout, Schedule.parse(text), by_hand(layout))
+    (trip,) = found
+    again = [step for step in program.executions if program.version_of[trip.version] in {
+        program.version_of[version] for version in step.writes
+    }]  # fmt: skip
+    assert [step.writes for step in again] == [(trip.version,), again[1].writes]
+    late = [version for step in program.executions[trip.returns :] for version in step.reads]
+    assert trip.version in late
+    assert again[1].writes[0] not in late
+
+
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [

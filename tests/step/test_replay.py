@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from fxremat.chains.schedule import Backward, Drop, Forward, Keep, Schedule, Val
 from fxremat.errors import InvalidSchedule
 from fxremat.linearize.lay_out import lay_out
 from fxremat.step.layout import BlockLayout, Layout
-from fxremat.step.order import Replay, order_of, rematerialize
+from fxremat.step.order import Counts, Replay, order_of, rematerialize
 from fxremat.step.program import Order, Program, Recorder, Role, Transfer
 from fxremat.step.step_graph import Origin, bits_of, numbers_of
 from tests.dags import few
@@ -335,6 +336,17 @@ def test_values_that_travel_are_those_that_nothing_else_holds() -> None:
     replay.forward(0, Keep.ALL)
     replay.forward(0, Keep.CHECKPOINT)
     assert replay.only_in("A", 0) == bits_of([1])
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 1, -1]), st.integers(0, 7))))
+def test_counts_of_all_values_at_once(changes: list[tuple[int, int]]) -> None:
+    counts, expected = Counts(), Counter[int]()
+    for sign, values in changes:
+        numbers = [one for one in numbers_of(values) if sign > 0 or expected[one]]
+        (counts.add if sign > 0 else counts.subtract)(bits_of(numbers))
+        expected.update(dict.fromkeys(numbers, sign))
+        assert counts.one == bits_of(one for one, count in expected.items() if count == 1)
+        assert counts.positive == bits_of(one for one, count in expected.items() if count)
 
 
 def test_a_program_of_a_part_has_no_backward_and_no_inputs_that_nothing_reads() -> None:
