@@ -1244,7 +1244,7 @@ def watching_backward(before: Callable[[], None], after: Callable[[], None]) -> 
 def _watched_backward(*args: Any, **kwargs: Any) -> Any:
     me = threading.get_ident()
     is_outermost = me not in _in_backward
-    mine = [watch for watch in _watches if watch[0] == me] if is_outermost else []
+    mine = [watch for watch in tuple(_watches) if watch[0] == me] if is_outermost else []
     if mine:
         _roots[me] = tuple(args[0])
     try:

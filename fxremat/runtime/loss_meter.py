@@ -121,7 +121,8 @@ class LossMeter:
             outputs: the model's outputs, which the plan has room for. None: values of the loss are not looked for.
         """
         looks, known, call = outputs is not None, {storage_of(output) for output in outputs or ()}, self.calls
-        watched, early, begins = [weakref.ref(leaf) for leaf in leaves], [0], weakref.ref(node)
+        watched, early = [weakref.ref(leaf) for leaf in leaves], [0]
+        begins = weakref.ref(node, lambda _: stop())  # a call may be dropped without a backward
 
         def before() -> None:
             # if the step has called the model again, gradients may be that call's
@@ -137,7 +138,7 @@ class LossMeter:
             self.tell(MeasuredLoss(assumed=assumed, peak=None, held=size, early=early[0], exact=False))
 
         handle = node.register_prehook(tell)
-        self._stop = watching_backward(before, lambda: None)
+        self._stop = stop = watching_backward(before, lambda: None)
 
     def _unwatch(self) -> None:
         """End the watch for the backward of the last call that was measured."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -227,6 +228,16 @@ def test_a_loss_is_measured_by_the_allocator_s_counters(
         (out,) = meter(torch.ones(10, 4))
         out.sum().backward()
     assert found == [MeasuredLoss(assumed=4 * 40 * 4, peak=peak, held=640 - 160, early=0, exact=exact)]
+
+
+def test_a_call_that_is_dropped_without_a_backward_is_watched_no_more() -> None:
+    gc.collect()
+    plain = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    compiled = fxremat.compile(Tokens(), mem="100%", **FAST)
+    out = compiled(torch.rand(4, 6, 8))
+    assert torch.autograd._engine_run_backward is not plain  # type: ignore[attr-defined]
+    del out
+    assert torch.autograd._engine_run_backward is plain  # type: ignore[attr-defined]
 
 
 def test_measured_and_planned_losses_are_shares_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
