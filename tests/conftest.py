@@ -45,6 +45,15 @@ _libraries: list[object] = []  # torch forgets the declarations with their libra
 _let_torchvision_be_imported()
 
 
+LONG = frozenset((Path(__file__).parent / "long.txt").read_text().splitlines())
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark tests as long whose time the everyday tests do not have: variants of tests of which others run everyday."""
+    if item.nodeid in LONG:
+        item.add_marker("long")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Measured costs are shared within a run of the tests and never read from the user's cache."""

@@ -1,4 +1,4 @@
-"""The lists of `make quick` and `make kernels` name tests that exist; the quick ones reach into every folder."""
+"""The lists of quick, early and long tests name tests that exist; the quick ones reach into every folder."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ def listed(name: str) -> list[str]:
     return (ROOT / "tests" / f"{name}.txt").read_text().splitlines()
 
 
-@pytest.mark.parametrize("name", ["quick", "kernels"])
+@pytest.mark.parametrize("name", ["quick", "kernels", "long"])
 def test_listed_tests_exist(name: str) -> None:
     for test in listed(name):
         file, *function = test.partition("[")[0].split("::")
         text = (ROOT / file).read_text()
         assert all(f"def {part}(" in text for part in function), test
+
+
+def test_quick_tests_and_those_that_compile_kernels_are_not_long() -> None:
+    early = {*listed("quick"), *listed("kernels")}
+    assert not [test for test in listed("long") if test in early or test.partition("[")[0] in {*listed("kernels")}]
 
 
 def test_the_quick_tests_reach_into_every_folder() -> None:
