@@ -753,14 +753,14 @@ def is_compiling() -> bool:
 
 
 class RunningCall:
-    """A call of a function that `torch.compile` returned, inside of which a graph is being compiled.
+    """A call of a function that `torch.compile` returned, inside of which a graph is compiled or runs.
 
     Attributes:
         function: the same in all calls of that function.
         module: the module that was given to `torch.compile`; None if it was a function.
         name: the name of the function, or of the module's class.
-        is_whole: True if what is being compiled is that function itself, and neither a part of it that was called from
-            Python nor one behind a graph break.
+        is_whole: True if what is compiled or runs is that function itself, and neither a part of it that was called
+            from Python nor one behind a graph break.
     """
 
     def __init__(self, wrapper: types.FrameType, between: Sequence[types.FrameType]) -> None:
@@ -769,7 +769,7 @@ class RunningCall:
         between_calls = (torch.nn.modules.module.__file__, external_utils.__file__)
         called, self._frame = wrapper.f_locals["fn"], wrapper
         self.function: Any = wrapper.f_locals["self"]
-        module = getattr(called, "__self__", None)
+        module = getattr(called, "__self__", getattr(called, "__wrapped__", None))  # torch.nn's own classes are wrapped
         self.module = module if isinstance(module, torch.nn.Module) else None
         self.name: str = called.__name__ if self.module is None else type(self.module).__name__
         hooks = [] if self.module is None else [each for kind in forward_hooks_of(self.module) for each in kind]
@@ -797,9 +797,22 @@ class RunningCall:
 
 
 def running_call() -> RunningCall | None:
-    """Return the running call of a function from `torch.compile` for which a graph is being compiled.
+    """Return the running call of a function from `torch.compile` inside of which a graph is compiled or runs.
 
     None: there is none.
+    """
+    wrapper, between = _running_wrapper()
+    return None if wrapper is None else RunningCall(wrapper, between)
+
+
+def running_function() -> object | None:
+    """Return `RunningCall.function` of the running call, in a few microseconds; None if there is none."""
+    wrapper, _ = _running_wrapper()
+    return None if wrapper is None else wrapper.f_locals["self"]
+
+
+def _running_wrapper() -> tuple[types.FrameType | None, list[types.FrameType]]:
+    """Return the innermost frame of `compile_wrapper`, and the frames between it and the caller's, without dynamo's.
 
     `compile_wrapper` of `torch/_dynamo/eval_frame.py` calls the `enter_exit_hooks` of its `self` before a call, and
     what these returned, its `cleanups`, after it (torch 2.11, 2.13, 2.14).
@@ -807,16 +820,16 @@ def running_call() -> RunningCall | None:
     import torch._dynamo.convert_frame as convert_frame
     import torch._dynamo.eval_frame as eval_frame
 
-    frame: types.FrameType | None = sys._getframe()
+    frame: types.FrameType | None = sys._getframe(2)  # a list with this function's own frame would be a cycle
     between: list[types.FrameType] = []
     while frame is not None:
         if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename == eval_frame.__file__:
-            return RunningCall(frame, between)
+            return frame, between
         between.append(frame)
         if frame.f_code.co_filename == convert_frame.__file__:
             between.clear()  # forget the frames found so far, which are those of dynamo itself
         frame = frame.f_back
-    return None
+    return None, between
 
 
 @contextlib.contextmanager
@@ -1213,7 +1226,7 @@ def is_profiled() -> bool:
 _Watch = tuple[int, Callable[[], None], Callable[[], None]]
 _watches: list[_Watch] = []
 _in_backward: set[int] = set()  # ids of threads that are in a backward
-_roots: dict[int, tuple[torch.Tensor, ...]] = {}  # thread id -> what its watched backward differentiates
+_roots: dict[int, tuple[Any, ...]] = {}  # thread id -> what its watched backward differentiates
 _kept: dict[int, bool] = {}  # thread id -> whether its latest watched backward kept its graph
 _unwatched: list[Callable[..., Any]] = []  # the original `_engine_run_backward` while it is replaced
 
@@ -1264,10 +1277,14 @@ def _watched_backward(*args: Any, **kwargs: Any) -> Any:
             after()
 
 
-def roots_of_backward() -> tuple[torch.Tensor, ...]:
-    """Return the tensors that this thread's backward differentiates; to be called by `before` of `watching_backward`.
+def roots_of_backward() -> tuple[Any, ...]:
+    """Return the autograd nodes at which this thread's backward begins.
+
+    To be called by `before` of `watching_backward`.
     """
-    return _roots.get(threading.get_ident(), ())
+    edges = _roots.get(threading.get_ident(), ())  # tensors and `torch.autograd.graph.GradientEdge`
+    nodes = (each.grad_fn if isinstance(each, torch.Tensor) else each.node for each in edges)
+    return tuple(node for node in nodes if node is not None)
 
 
 def accumulates_into(node: Any) -> torch.Tensor | None:

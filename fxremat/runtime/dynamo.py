@@ -79,7 +79,7 @@ from fxremat.runtime.ranks import ranks_of
 from fxremat.runtime.real_layouts import real_layouts
 from fxremat.runtime.sized import Sized
 from fxremat.runtime.target_kernels import kernels_of
-from fxremat.runtime.torch_compile import graphs_of
+from fxremat.runtime.torch_compile import Graphs, WholeGraph, graphs_of
 from fxremat.runtime.unused import telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
 from fxremat.torch_private import (
@@ -926,8 +926,17 @@ def fxremat(
         )
     if "mem" not in given:
         raise InvalidBudget('the fxremat backend needs a budget: torch.compile(..., options={"mem": "4GiB"})')
-    backend = Backend(options_of(**given))
-    graphs = graphs_of(backend.options, module, inputs)
+    chosen = options_of(**given)
+    graphs = graphs_of(chosen, module, inputs)
+    compiled = partial(_compiled, chosen)
+    return WholeGraph(chosen, compiled, module, inputs) if graphs is None else compiled(graphs, module, inputs)
+
+
+def _compiled(
+    options: Options, graphs: Graphs | None, module: fx.GraphModule, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Compile a graph that is one of several, or, with None, all of a call of a function from `torch.compile`."""
+    backend = Backend(options)
     backend.coordinator = coordinator = graphs.coordinator if graphs else None
     try:
         with contextlib.nullcontext() if coordinator is None else coordinator.capturing():

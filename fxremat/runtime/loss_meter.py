@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fxremat.device import Ability, kind_of
-from fxremat.graphs.accounting import assumed_for
+from fxremat.graphs.accounting import assumed_for, numbers_of_loss
 from fxremat.torch_private import (
     accumulates_into,
     current_node,
@@ -122,6 +122,7 @@ class LossMeter:
         """
         looks, known, call = outputs is not None, {storage_of(output) for output in outputs or ()}, self.calls
         watched, early = [weakref.ref(leaf) for leaf in leaves], [0]
+        numbers = numbers_of_loss(outputs[0].device) if outputs else 0
         begins = weakref.ref(node, lambda _: stop())  # a call may be dropped without a backward
 
         def before() -> None:
@@ -135,6 +136,7 @@ class LossMeter:
             found = made_from(current_node()) if looks else ()
             held = {storage_of(each): each.untyped_storage().nbytes() for each in found}
             size = sum(count for storage, count in held.items() if storage not in known)
+            size += numbers if size else 0
             self.tell(MeasuredLoss(assumed=assumed, peak=None, held=size, early=early[0], exact=False))
 
         handle = node.register_prehook(tell)
@@ -154,7 +156,7 @@ def _early(node: Any, leaves: Sequence[Tensor]) -> int:
     is differentiated before the model, and keeps its gradients to add those of the model to them.
     """
     sizes = {id(leaf): leaf.nbytes for leaf in leaves}
-    seen, waiting = set[Any](), [root.grad_fn for root in roots_of_backward() if root.grad_fn is not None]
+    seen, waiting = set[Any](), list(roots_of_backward())
     number, early = sequence_number(node), {id(leaf) for leaf in leaves if leaf.grad is not None}
     while waiting:
         at = waiting.pop()
@@ -175,12 +177,14 @@ def _is_without_gradient(value: Any) -> bool:
 def made_from(node: Any) -> Iterator[Tensor]:
     """Yield the tensors, apart from single numbers, that Python holds and that were computed from a node's results.
 
+    A loss may be a single number in a large storage: on a CPU, `mse_loss` returns its mean in the storage of all terms.
     Costs a look at every object of the process, some tens of milliseconds.
     """
     leads = {node: True}
     for each in gc.get_objects():
-        known = type(each) is Tensor and each.layout is torch.strided and each.numel() > 1
-        if known and each.grad_fn is not None and _leads(each.grad_fn, leads):
+        if type(each) is not Tensor or each.layout is not torch.strided or each.grad_fn is None:
+            continue
+        if each.untyped_storage().nbytes() > each.element_size() and _leads(each.grad_fn, leads):
             yield each
 
 

@@ -49,7 +49,7 @@ from fxremat.runtime.attention_masks import (
 from fxremat.runtime.capture_errors import explained, is_not_one_graph, submodule_error
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.dynamo import Backend, Reached, Until
-from fxremat.runtime.pending import Pending
+from fxremat.runtime.pending import CALLED_AGAIN, SEVERAL_CALLS, Pending
 from fxremat.runtime.plain_errors import plain_error
 from fxremat.runtime.replaced_forward import PlannedChild, has_forward, largest_child, replaced_in
 from fxremat.runtime.transformers_hooks import (
@@ -119,14 +119,6 @@ UNREDUCED = (
     "DistributedDataParallel reduces gradients after the backward, and with Offload(weights=True) the backward updates "
     'the parameters: give Offload(weights=True, updates="step"), which updates them after that, or compile '
     "fxremat.fully_shard(model, replicate=True), which reduces gradients inside of the backward"
-)
-SEVERAL_CALLS = (
-    "%s is called several times before one backward: these calls share the budget from now on, and are planned after a "
-    "few steps, which recompute most; this step may exceed it"
-)
-CALLED_AGAIN = (
-    "{name} is called again before the backward of its last call: the budget is for each call alone, since {reason} "
-    "needs one. Concatenate what the calls are given, where that is the same, or give each call a share of the budget"
 )
 TRANSFORMS = {
     "torch.func": "a transform of torch.func (grad, vmap, ...)",

@@ -14,6 +14,14 @@ from torch import Tensor
 
 from fxremat.runtime.double_backward import compiled_node
 
+SEVERAL_CALLS = (
+    "%s is called several times before one backward: these calls share the budget from now on, and are planned after a "
+    "few steps, which recompute most; this step may exceed it"
+)
+CALLED_AGAIN = (
+    "{name} is called again before the backward of its last call: the budget is for each call alone, since {reason} "
+    "needs one. Concatenate what the calls are given, where that is the same, or give each call a share of the budget"
+)
 
 class Pending:
     """A call of a compiled step, which keeps nothing of it alive.

@@ -1,9 +1,15 @@
-"""One budget for all graphs of a call, for models passed to `torch.compile` itself that consist of several graphs."""
+"""One budget for all graphs of a step, for models passed to `torch.compile` itself.
+
+A step has several graphs if its model is broken into them, or if a model that is one graph is called several times
+before one backward.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -17,7 +23,14 @@ from fxremat.graphs.symbolic import Dims
 from fxremat.options import Options
 from fxremat.runtime.called_graph import CalledGraph, current
 from fxremat.runtime.coordinator import Coordinator
-from fxremat.torch_private import RunningCall, graph_break_after, running_call
+from fxremat.runtime.pending import CALLED_AGAIN, SEVERAL_CALLS, Pending
+from fxremat.torch_private import (
+    RunningCall,
+    forget_history,
+    graph_break_after,
+    running_call,
+    running_function,
+)
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +40,7 @@ ONE_GRAPH = (
 )
 
 _known: WeakKeyDictionary[object, Graphs] = WeakKeyDictionary()
+_whole: WeakKeyDictionary[object, WholeCalls] = WeakKeyDictionary()
 
 
 class Graphs:
@@ -36,15 +50,20 @@ class Graphs:
         call: the first call of the function.
         broken_at: the source line where the first graph ends; "": not known.
         device: the device that the function computes on.
+        first: no graph of the step that this call is part of has run yet.
     """
 
-    def __init__(self, options: Options, call: RunningCall, broken_at: str, device: torch.device) -> None:
+    def __init__(
+        self, options: Options, call: RunningCall, broken_at: str, device: torch.device, *, first: bool = True
+    ) -> None:
         self._parameters: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
         self._model = None if call.module is None else weakref.ref(call.module)
         self._option, self._trained = options.needs_one_graph, 0
         self.coordinator: Coordinator | None = None
         if not self._option:
             self.coordinator = Coordinator(options, call.name, broken_at, device, self._named)
+            if not first:
+                self.coordinator.ignore_next_step()
         call.surround(self._step)
 
     def note(self, inputs: Iterable[Any]) -> None:
@@ -85,15 +104,13 @@ def graphs_of(options: Options, module: fx.GraphModule, inputs: Sequence[Any]) -
         CaptureError: there are several graphs, and the options need one.
     """
     call, place = running_call(), graph_break_after(module)
-    if call is None or (call.is_whole and place is None):
+    if call is None or (call.is_whole and place is None and call.function not in _known):
         return None
     if (option := options.needs_one_graph) and place:
         raise CaptureError(ONE_GRAPH.format(place=f"it is broken at {place}", option=option))
     graphs = _known.get(call.function)
     if graphs is None:
-        devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
-        device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-        graphs = _known[call.function] = Graphs(options, call, place or "", device)
+        graphs = _known[call.function] = Graphs(options, call, place or "", _device_of(inputs))
         if not option:
             log.warning(
                 "%s is trained as several graphs within one budget, and planned after its first steps, which "
@@ -103,6 +120,73 @@ def graphs_of(options: Options, module: fx.GraphModule, inputs: Sequence[Any]) -
             )
     graphs.note(inputs)
     return graphs
+
+
+def _device_of(inputs: Sequence[Any]) -> torch.device:
+    devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+class WholeCalls:
+    """The calls of a function that `torch.compile` returned, while each of them is one graph."""
+
+    def __init__(self) -> None:
+        self.last: Pending | None = None
+        self.told = False  # True once a warning said that several calls before one backward exceed the budget
+
+
+class WholeGraph:
+    """A graph that is all of a call: planned alone, until it is called again before the backward of an earlier call.
+
+    From then on all calls before a backward are planned together.
+
+    Args:
+        options: the options of the plan.
+        compiled: compiles the graph for inputs, as one of these graphs or as the only one of its call.
+        module: the graph as dynamo gives it.
+        inputs: the inputs to compile it for now.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        compiled: Callable[[Graphs | None, fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+        module: fx.GraphModule,
+        inputs: Sequence[Any],
+    ) -> None:
+        self._options, self._compiled = options, compiled
+        self._module = fx.GraphModule(module, copy.deepcopy(module.graph))  # compiling removes what tells parameters
+        forget_history(self._module.graph)
+        self._run, self._is_one_of_several = compiled(None, module, inputs), False
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the graph."""
+        if self._is_one_of_several or not torch.is_grad_enabled() or (function := running_function()) is None:
+            return self._run(*inputs)
+        calls = _whole.setdefault(function, WholeCalls())
+        if function in _known or (calls.last is not None and calls.last.may_run):
+            self._share(calls, inputs)
+        calls.last = None
+        outputs = self._run(*inputs)
+        if not self._is_one_of_several:
+            calls.last = Pending([x for x in outputs if isinstance(x, torch.Tensor)])
+        return outputs
+
+    def _share(self, calls: WholeCalls, inputs: Sequence[Any]) -> None:
+        """Plan this call together with others; warn once if the options forbid that."""
+        call = running_call()
+        assert call is not None
+        if option := self._options.needs_one_graph:
+            if not calls.told:
+                calls.told = True
+                warnings.warn(CALLED_AGAIN.format(name=call.name, reason=option), stacklevel=4)
+            return
+        if call.function not in _known:
+            _known[call.function] = graphs = Graphs(self._options, call, "", _device_of(inputs), first=False)
+            log.warning(SEVERAL_CALLS, call.name)
+        graphs = _known[call.function]
+        graphs.note(inputs)
+        self._run, self._is_one_of_several = self._compiled(graphs, self._module, inputs), True
 
 
 @contextlib.contextmanager

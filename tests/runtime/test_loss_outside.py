@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import logging
 import weakref
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 import fxremat
 from benchmarks.meter import peak_bytes
@@ -20,7 +22,7 @@ from fxremat.runtime import loss_meter
 from fxremat.runtime.loss_meter import LossMeter, MeasuredLoss
 from fxremat.settings import Search
 from tests.toys import Loss, Stack, rows
-from tests.training import same
+from tests.training import gradients_of, same, unequal
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 FAST: Any = {"search": Search(seconds=0.0, slots=100)}
@@ -305,6 +307,32 @@ def test_on_a_cpu_values_of_the_loss_that_stay_in_the_backward_are_counted_from_
     assert size <= compiled.plan.costs.sizes.root < size + 100, "and some numbers"
     assert ("stay while the model's backward runs" in caplog.text) == kept
     assert len(compiled.fxremat.plans) == 1 + kept
+
+
+@pytest.mark.parametrize("mem", ["80%", "min"])
+def test_on_a_cpu_the_terms_that_a_loss_stays_in_the_storage_of_are_counted_from_the_second_step_on(mem: str) -> None:
+    """The mean that `mse_loss` returns there has a storage of all terms, and lives as long as the backward."""
+    x, y = torch.randn(512, 64), torch.randn(512, 64)
+    compiled = fxremat.compile(_Deep(), mem=mem, **FAST)
+
+    def step() -> None:
+        predicted = compiled(x)
+        F.mse_loss(predicted, y).backward()
+
+    for _ in range(3):
+        compiled.zero_grad()
+        peak = peak_bytes(step)
+    assert peak <= compiled.plan.budget
+    assert y.nbytes <= compiled.plan.costs.sizes.root < y.nbytes + 100, "and some numbers"
+
+
+def test_a_backward_from_an_edge_of_the_graph() -> None:
+    plain = _Deep()
+    compiled = fxremat.compile(copy.deepcopy(plain), mem="100%", **FAST)
+    x = torch.randn(16, 64)
+    for model in (plain, compiled):
+        torch.autograd.backward(get_gradient_edge(model(x).sum()), torch.tensor(1.0))
+    assert unequal(gradients_of(compiled), gradients_of(plain)) == []
 
 
 class _WithLoss(_Deep):

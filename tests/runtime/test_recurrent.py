@@ -221,6 +221,19 @@ def test_a_saved_plan_runs(tmp_path: Path) -> None:
     assert_equal_steps(again, plain, sequences())
 
 
+def test_a_layer_is_captured_while_another_compiled_model_awaits_its_backward() -> None:
+    """As a decoder is whose first state is the last of an encoder."""
+    plain = nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+    ours = [fxremat.compile(one, mem="100%", search=Search(seconds=0.0)) for one in copy.deepcopy(plain)]
+
+    def gradients(layers: Any) -> list[Tensor]:
+        states, last = layers[0](sequences())
+        outputs, _ = layers[1](states, last)
+        return list(torch.autograd.grad(outputs.square().sum(), [p for each in layers for p in each.parameters()]))
+
+    assert all(map(torch.equal, gradients(ours), gradients(plain)))
+
+
 def test_no_graph_of_autograd_stays() -> None:
     ours, _ = twins(Stack(nn.GRU, 1), "100%")
     ours(sequences()).backward()

@@ -98,6 +98,44 @@ def test_calls_share_the_budget(broken: bool, mem: str, caplog: pytest.LogCaptur
     assert peak_of(again, contrasted) <= ours.plan.budget
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_calls_of_what_torch_compile_returned_share_the_budget(dynamic: bool, caplog: pytest.LogCaptureFixture) -> None:
+    plain = Net(broken=False)
+    least = fxremat.compile(copy.deepcopy(plain), mem="min", search=QUICK)
+    for _ in range(3):
+        contrasted(least).backward()
+    mem, own = least.plan.budget, copy.deepcopy(plain)
+    options = {"mem": mem, "search": QUICK}
+    ours: Any = torch.compile(own, backend="fxremat", options=options, dynamic=dynamic)
+
+    def compare(loss_of: Callable[[nn.Module], Tensor], steps: int) -> None:
+        for _ in range(steps):
+            mine, its = (step_of(one, lambda call=call: loss_of(call), lambda x: x) for one, call in pairs)
+            assert differences(mine, its) == []
+        assert not saved_calls
+
+    pairs = (own, ours), (plain, plain)
+    compare(lambda call: call(ONE).square().mean(), 2)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "fxremat"):
+        compare(contrasted, 4)
+    assert len([one for one in caplog.records if "several times before one backward" in one.getMessage()]) == 1
+    assert peak_of(ours, contrasted) <= mem < 0.5 * peak_of(plain, contrasted)
+    compare(lambda call: call(ONE).square().mean() + call(rows(count=31)).square().mean(), 4)
+    compare(lambda call: call(ONE).square().mean(), 1)
+    assert peak_of(ours, contrasted) <= mem
+
+
+def test_torch_compile_says_once_that_options_need_one_graph() -> None:
+    own = Net(broken=False)
+    options = {"mem": "100%", "search": QUICK, "slices": Slices(drop_outputs=True)}
+    ours: Any = torch.compile(own, backend="fxremat", options=options)
+    with pytest.warns(UserWarning, match="Net is called again before the backward of its last call") as told:
+        (contrasted(ours) + contrasted(ours)).backward()
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_prediction_is_exact_where_the_model_returns_its_loss(broken: bool) -> None:
     plain = Net(broken=broken, loss=True)
