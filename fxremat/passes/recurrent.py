@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from torch import fx
 
 from fxremat.errors import CaptureError
@@ -25,4 +23,4 @@ def recurrent_as_ops(graph: fx.Graph) -> None:
                 )
             given = [x, *(states if isinstance(states, tuple | list) else [states]), *weights]
             leaves = tuple(place for place, one in enumerate(given) if one.op == "placeholder" and parameter_name(one))
-            node.target = functools.partial(as_op, kind, leaves)
+            node.target, node.args = as_op, (kind, leaves, *node.args)

@@ -234,6 +234,31 @@ def test_a_layer_is_captured_while_another_compiled_model_awaits_its_backward() 
     assert all(map(torch.equal, gradients(ours), gradients(plain)))
 
 
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.layer(x)[0])
+        return {"loss": logits.square().mean(), "logits": logits}
+
+
+@pytest.mark.parametrize("through", ["fxremat", "torch"])
+def test_a_layer_of_a_model_that_returns_more_than_its_loss(through: str, caplog: pytest.LogCaptureFixture) -> None:
+    plain, x = Tagger(), sequences()
+    own, options = copy.deepcopy(plain), {"mem": "100%", "search": Search(seconds=0.0)}
+    by_torch: Any = torch.compile(own, backend="fxremat", options=options)
+    ours: Any = by_torch if through == "torch" else fxremat.compile(own, **options)  # type: ignore[arg-type]
+
+    def step(model: nn.Module, call: Any, calls: int) -> Any:
+        return step_of(model, lambda: [call(x)["loss"] for _ in range(calls)], lambda losses: torch.stack(losses).sum())
+
+    for calls in (1, 1, 2, 2):
+        assert differences(step(own, ours, calls), step(plain, plain, calls)) == []
+    assert "graphs" not in caplog.text
+
+
 def test_no_graph_of_autograd_stays() -> None:
     ours, _ = twins(Stack(nn.GRU, 1), "100%")
     ours(sequences()).backward()
