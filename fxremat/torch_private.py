@@ -655,27 +655,27 @@ def methods_left_to_python() -> Iterator[None]:
 def packed_sequences_left_to_python() -> Iterator[None]:
     """Within this context, dynamo ends a graph before each call of nn.RNN, nn.GRU or nn.LSTM with packed sequences.
 
-    It goes on after the call. A `forward` that is disabled ends the graph (torch 2.11, 2.13).
+    It goes on after the call. Ended is the graph where the layer's `forward` calls its kernel: the batch sizes are one
+    argument more, before the list of weights (`TorchInGraphFunctionVariable.call_function` of
+    `torch/_dynamo/variables/torch.py`, torch 2.11, 2.13). Nothing that guards compare is replaced.
     """
-    kinds = (torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM)
-    own = {kind: kind.forward for kind in kinds}
-    try:
-        for kind in kinds:
-            kind.forward = _unless_packed(own[kind])  # type: ignore[method-assign]
+    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    own, kernels = TorchInGraphFunctionVariable.call_function, recurrent_kernels().values()
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if any(self.value is kernel for kernel in kernels) and args[3].python_type() is not bool:
+            return unimplemented(
+                gb_type="recurrent layer that reads packed sequences",
+                context=f"{self}",
+                explanation="Its kernels run as they are.",
+                hints=[],
+            )
+        return own(self, tx, args, kwargs)
+
+    with mock.patch.object(TorchInGraphFunctionVariable, "call_function", call_function):
         yield
-    finally:
-        for kind in kinds:
-            kind.forward = own[kind]  # type: ignore[method-assign]
-
-
-def _unless_packed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    python = outside_graphs(forward, "its kernels run as they are")
-
-    def call(module: Any, input: Any, hx: Any = None) -> Any:
-        packed = isinstance(input, torch.nn.utils.rnn.PackedSequence)
-        return python(module, input, hx) if packed else forward(module, input, hx)
-
-    return call
 
 
 def recurrent_kernels() -> Mapping[str, Callable[..., Any]]:

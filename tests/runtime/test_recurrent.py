@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxremat
@@ -232,6 +233,25 @@ def test_a_layer_is_captured_while_another_compiled_model_awaits_its_backward() 
         return list(torch.autograd.grad(outputs.square().sum(), [p for each in layers for p in each.parameters()]))
 
     assert all(map(torch.equal, gradients(ours), gradients(plain)))
+
+
+class Broken(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_graphs_around_layers_are_captured_once(packed: bool) -> None:
+    if packed and torch_release() < (2, 13):
+        pytest.skip("dynamo cannot trace pad_packed_sequence")
+    ours, plain = twins(Packed() if packed else Broken(nn.GRU), "100%")
+    given = (sequences(), torch.tensor([20, 11, 5, 2])) if packed else (sequences(),)
+    assert_equal_steps(ours, plain, *given)
+    captured = counters["stats"]["unique_graphs"]
+    for _ in range(4):
+        assert_equal_steps(ours, plain, *given)
+    assert counters["stats"]["unique_graphs"] == captured > 0
 
 
 class Tagger(nn.Module):
