@@ -63,6 +63,7 @@ from fxremat.runtime.trial import Buffers, try_steps
 from fxremat.runtime.varying import by_name, mark, positional
 from fxremat.torch_private import (
     among_ranks,
+    backend_failure,
     children_of,
     compiled_in_parts,
     compiled_step,
@@ -200,7 +201,8 @@ class _Training:
         clear = explained(error, lambda: _plain_error(self, args, kwargs))
         if not isinstance(clear, CaptureError):
             raise error
-        where = clear.place or graph_break_place(error) or ""
+        place = graph_break_place(error) if backend_failure(error) is None else None  # else the error says more
+        where = clear.place or place or ""
         self._coordinate(where)
         log.warning(
             "%s is trained as several graphs within one budget, and planned after its first steps, which recompute "
