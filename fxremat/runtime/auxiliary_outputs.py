@@ -143,7 +143,7 @@ def detached_at(module: fx.GraphModule, positions: Iterable[int]) -> fx.GraphMod
 
     The copy shares parameters and other attributes with the module.
     """
-    module = _copied(module)
+    module = copied(module)
     outputs = _outputs(module)
     with module.graph.inserting_before(_end(module)):
         for position in positions:
@@ -155,7 +155,8 @@ def detached_at(module: fx.GraphModule, positions: Iterable[int]) -> fx.GraphMod
     return module
 
 
-def _copied(module: fx.GraphModule) -> fx.GraphModule:
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a module with a copy of the graph, and with the same parameters and other attributes."""
     return fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
@@ -172,7 +173,7 @@ class AuxiliaryOutputs:
     def __init__(
         self, module: fx.GraphModule, outputs: Outputs, differentiate: Differentiate, inputs: Sequence[Any]
     ) -> None:
-        self.whole = _copied(module)  # dynamo removes from its own graph what tells parameters from inputs
+        self.whole = copied(module)  # dynamo removes from its own graph what tells parameters from inputs
         forget_history(self.whole.graph)
         self.outputs = outputs
         self.differentiate = differentiate

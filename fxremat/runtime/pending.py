@@ -23,6 +23,7 @@ CALLED_AGAIN = (
     "needs one. Concatenate what the calls are given, where that is the same, or give each call a share of the budget"
 )
 
+
 class Pending:
     """A call of a compiled step, which keeps nothing of it alive.
 

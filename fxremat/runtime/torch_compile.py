@@ -7,7 +7,6 @@ before one backward.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import warnings
 import weakref
@@ -21,6 +20,7 @@ from torch import fx
 from fxremat.errors import BudgetTooSmall, CaptureError
 from fxremat.graphs.symbolic import Dims
 from fxremat.options import Options
+from fxremat.runtime.auxiliary_outputs import copied
 from fxremat.runtime.called_graph import CalledGraph, current
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.pending import CALLED_AGAIN, SEVERAL_CALLS, Pending
@@ -155,25 +155,31 @@ class WholeGraph:
         inputs: Sequence[Any],
     ) -> None:
         self._options, self._compiled = options, compiled
-        self._module = fx.GraphModule(module, copy.deepcopy(module.graph))  # compiling removes what tells parameters
+        self._module = copied(module)  # compiling changes the module that is given
         forget_history(self._module.graph)
-        self._run, self._is_one_of_several = compiled(None, module, inputs), False
+        self._alone = compiled(None, module, inputs)
+        # function -> the graph planned with others; functions of the same code may run the same graph
+        self._with_others: WeakKeyDictionary[object, Callable[..., Any]] = WeakKeyDictionary()
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
-        if self._is_one_of_several or not torch.is_grad_enabled() or (function := running_function()) is None:
-            return self._run(*inputs)
+        function = running_function() if torch.is_grad_enabled() else None
+        if function is None:
+            return self._alone(*inputs)
+        if run := self._with_others.get(function):
+            return run(*inputs)
         calls = _whole.setdefault(function, WholeCalls())
         if function in _known or (calls.last is not None and calls.last.may_run):
             self._share(calls, inputs)
         calls.last = None
-        outputs = self._run(*inputs)
-        if not self._is_one_of_several:
-            calls.last = Pending([x for x in outputs if isinstance(x, torch.Tensor)])
+        if run := self._with_others.get(function):
+            return run(*inputs)
+        outputs = self._alone(*inputs)
+        calls.last = Pending([x for x in outputs if isinstance(x, torch.Tensor)])
         return outputs
 
     def _share(self, calls: WholeCalls, inputs: Sequence[Any]) -> None:
-        """Plan this call together with others; warn once if the options forbid that."""
+        """Plan calls of the running function together; warn once if the options forbid that."""
         call = running_call()
         assert call is not None
         if option := self._options.needs_one_graph:
@@ -181,12 +187,12 @@ class WholeGraph:
                 calls.told = True
                 warnings.warn(CALLED_AGAIN.format(name=call.name, reason=option), stacklevel=4)
             return
-        if call.function not in _known:
-            _known[call.function] = graphs = Graphs(self._options, call, "", _device_of(inputs), first=False)
+        graphs = _known.get(call.function)
+        if graphs is None:
+            graphs = _known[call.function] = Graphs(self._options, call, "", _device_of(inputs), first=False)
             log.warning(SEVERAL_CALLS, call.name)
-        graphs = _known[call.function]
         graphs.note(inputs)
-        self._run, self._is_one_of_several = self._compiled(graphs, self._module, inputs), True
+        self._with_others[call.function] = self._compiled(graphs, copied(self._module), inputs)
 
 
 @contextlib.contextmanager

@@ -126,6 +126,22 @@ def test_calls_of_what_torch_compile_returned_share_the_budget(dynamic: bool, ca
     assert peak_of(ours, contrasted) <= mem
 
 
+def test_functions_of_torch_compile_that_run_one_graph_share_only_their_own_calls() -> None:
+    """Two models of one class are compiled once, as parameters are inputs; only the first is called twice a step."""
+    plain = nn.ModuleList([Net(broken=False), Net(broken=False)])
+    own = copy.deepcopy(plain)
+    options = {"mem": "100%", "search": QUICK}
+    ours = [torch.compile(model, backend="fxremat", options=options) for model in own]
+
+    def loss_of(one: Any, other: Any) -> Tensor:
+        return (one(ONE) - one(TWO)).square().mean() + other(THREE).square().mean()
+
+    for _ in range(4):
+        mine = step_of(own, lambda: loss_of(*ours), lambda loss: loss)
+        assert differences(mine, step_of(plain, lambda: loss_of(*plain), lambda loss: loss)) == []
+    assert not saved_calls
+
+
 def test_torch_compile_says_once_that_options_need_one_graph() -> None:
     own = Net(broken=False)
     options = {"mem": "100%", "search": QUICK, "slices": Slices(drop_outputs=True)}
