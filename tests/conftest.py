@@ -49,7 +49,7 @@ LONG = frozenset((Path(__file__).parent / "long.txt").read_text().splitlines())
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark tests as long whose time the everyday tests do not have: variants of tests of which others run everyday."""
+    """Mark the tests of `long.txt` as long: slower variants of a test, whose other variants are everyday tests."""
     if item.nodeid in LONG:
         item.add_marker("long")
 

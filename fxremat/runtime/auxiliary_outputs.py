@@ -156,8 +156,13 @@ def detached_at(module: fx.GraphModule, positions: Iterable[int]) -> fx.GraphMod
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a module with a copy of the graph, and with the same parameters and other attributes."""
-    return fx.GraphModule(module, copy.deepcopy(module.graph))
+    """Return a module with a copy of the graph, and with the same parameters and other attributes.
+
+    The example values of the copy have no autograd history, which would keep tensors alive.
+    """
+    module = fx.GraphModule(module, copy.deepcopy(module.graph))
+    forget_history(module.graph)
+    return module
 
 
 class AuxiliaryOutputs:
@@ -174,7 +179,6 @@ class AuxiliaryOutputs:
         self, module: fx.GraphModule, outputs: Outputs, differentiate: Differentiate, inputs: Sequence[Any]
     ) -> None:
         self.whole = copied(module)  # dynamo removes from its own graph what tells parameters from inputs
-        forget_history(self.whole.graph)
         self.outputs = outputs
         self.differentiate = differentiate
         self.used = set[int]()  # outputs that have got a gradient

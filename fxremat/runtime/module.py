@@ -49,7 +49,7 @@ from fxremat.runtime.attention_masks import (
 from fxremat.runtime.capture_errors import explained, is_not_one_graph, submodule_error
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.dynamo import Backend, Reached, Until
-from fxremat.runtime.pending import CALLED_AGAIN, SEVERAL_CALLS, Pending
+from fxremat.runtime.last_call import SEVERAL_CALLS, LastCall
 from fxremat.runtime.plain_errors import plain_error
 from fxremat.runtime.replaced_forward import PlannedChild, has_forward, largest_child, replaced_in
 from fxremat.runtime.transformers_hooks import (
@@ -168,8 +168,7 @@ class _Training:
     by_child: bool = False
     # id of a parameter -> handle of a hook on it, removed when a call is planned that may give the parameter a gradient
     watched: dict[int, Any] = field(default_factory=dict)
-    pending: Pending | None = None  # the last call, of a model that is one graph
-    told_of_calls: bool = False  # True once a warning said that several calls before one backward exceed the budget
+    last_call: LastCall = field(default_factory=LastCall)  # of a model that is one graph
     written: set[str] | None = None  # buffers that steps of several graphs write to; None: not known yet
 
     @functools.cached_property
@@ -235,9 +234,7 @@ class _Training:
     def share_budget(self) -> None:
         """Plan several calls before one backward together from now on; where that cannot be, warn once instead."""
         if reason := self.needs_one_graph:
-            if not self.told_of_calls:
-                self.told_of_calls = True
-                warnings.warn(CALLED_AGAIN.format(name=self.backend.model, reason=reason), stacklevel=7)
+            self.last_call.tell_once(self.backend.model, reason, stacklevel=7)
             return
         self._coordinate().ignore_next_step()
         log.warning(SEVERAL_CALLS, self.backend.model)
@@ -924,16 +921,16 @@ def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]
         training.backend.outdated = False
         training.step = training.step_anew(False)
     runs = training.backend.until is Until.RUN
-    if runs and training.pending is not None and training.pending.may_run:
+    if runs and training.last_call.awaits_backward:
         training.share_budget()
-    training.pending = None
+    training.last_call.forget()
     if training.in_parts is not None:
         if not runs:
             raise Reached
         return _run_in_parts(training, args, kwargs)
     outputs = _run_whole(training, args, kwargs)
     if runs:
-        training.pending = Pending(_tensors(outputs))
+        training.last_call.note(_tensors(outputs))
     return outputs
 
 

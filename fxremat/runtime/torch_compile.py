@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -23,14 +22,8 @@ from fxremat.options import Options
 from fxremat.runtime.auxiliary_outputs import copied
 from fxremat.runtime.called_graph import CalledGraph, current
 from fxremat.runtime.coordinator import Coordinator
-from fxremat.runtime.pending import CALLED_AGAIN, SEVERAL_CALLS, Pending
-from fxremat.torch_private import (
-    RunningCall,
-    forget_history,
-    graph_break_after,
-    running_call,
-    running_function,
-)
+from fxremat.runtime.last_call import SEVERAL_CALLS, LastCall
+from fxremat.torch_private import RunningCall, graph_break_after, running_call, running_function
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +33,7 @@ ONE_GRAPH = (
 )
 
 _known: WeakKeyDictionary[object, Graphs] = WeakKeyDictionary()
-_whole: WeakKeyDictionary[object, WholeCalls] = WeakKeyDictionary()
+_last: WeakKeyDictionary[object, LastCall] = WeakKeyDictionary()  # of functions whose calls are one graph each
 
 
 class Graphs:
@@ -127,14 +120,6 @@ def _device_of(inputs: Sequence[Any]) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-class WholeCalls:
-    """The calls of a function that `torch.compile` returned, while each of them is one graph."""
-
-    def __init__(self) -> None:
-        self.last: Pending | None = None
-        self.told = False  # True once a warning said that several calls before one backward exceed the budget
-
-
 class WholeGraph:
     """A graph that is all of a call: planned alone, until it is called again before the backward of an earlier call.
 
@@ -156,7 +141,6 @@ class WholeGraph:
     ) -> None:
         self._options, self._compiled = options, compiled
         self._module = copied(module)  # compiling changes the module that is given
-        forget_history(self._module.graph)
         self._alone = compiled(None, module, inputs)
         # function -> the graph planned with others; functions of the same code may run the same graph
         self._with_others: WeakKeyDictionary[object, Callable[..., Any]] = WeakKeyDictionary()
@@ -166,26 +150,22 @@ class WholeGraph:
         function = running_function() if torch.is_grad_enabled() else None
         if function is None:
             return self._alone(*inputs)
-        if run := self._with_others.get(function):
-            return run(*inputs)
-        calls = _whole.setdefault(function, WholeCalls())
-        if function in _known or (calls.last is not None and calls.last.may_run):
-            self._share(calls, inputs)
-        calls.last = None
+        last = _last.setdefault(function, LastCall())
+        if function not in self._with_others and (function in _known or last.awaits_backward):
+            self._share(last, inputs)
+        last.forget()
         if run := self._with_others.get(function):
             return run(*inputs)
         outputs = self._alone(*inputs)
-        calls.last = Pending([x for x in outputs if isinstance(x, torch.Tensor)])
+        last.note(outputs)
         return outputs
 
-    def _share(self, calls: WholeCalls, inputs: Sequence[Any]) -> None:
+    def _share(self, last: LastCall, inputs: Sequence[Any]) -> None:
         """Plan calls of the running function together; warn once if the options forbid that."""
         call = running_call()
         assert call is not None
         if option := self._options.needs_one_graph:
-            if not calls.told:
-                calls.told = True
-                warnings.warn(CALLED_AGAIN.format(name=call.name, reason=option), stacklevel=4)
+            last.tell_once(call.name, option, stacklevel=4)
             return
         graphs = _known.get(call.function)
         if graphs is None:

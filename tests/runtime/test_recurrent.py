@@ -223,7 +223,7 @@ def test_a_saved_plan_runs(tmp_path: Path) -> None:
 
 
 def test_a_layer_is_captured_while_another_compiled_model_awaits_its_backward() -> None:
-    """As a decoder is whose first state is the last of an encoder."""
+    """Train a decoder from the last state of an encoder, each compiled by itself."""
     plain = nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(2))
     ours = [fxremat.compile(one, mem="100%", search=Search(seconds=0.0)) for one in copy.deepcopy(plain)]
 
