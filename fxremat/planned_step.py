@@ -21,6 +21,7 @@ from fxremat.linearize.chain_of import chain_of
 from fxremat.passes.compress import Compression
 from fxremat.passes.lower import Handles, lower
 from fxremat.search.candidate import Candidate, Frontier
+from fxremat.search.floor import loss_bytes
 from fxremat.search.lower_bound import lower_bound
 from fxremat.slices.rewrite import SlicedRegion, Slicing
 from fxremat.step.costs import Costs, Link, apart
@@ -277,6 +278,18 @@ class PlannedStep:
     def memory(self) -> Memory:
         """The bytes allocated during each execution of an op."""
         return live_bytes(self.program, self.running.costs.sizes)
+
+    def peak_with_loss(self, peak: int, held: int) -> int:
+        """Return the predicted peak in bytes if a loss outside the model allocates `peak` bytes and keeps `held`.
+
+        Args:
+            peak: the most bytes between forward and backward, with the gradients that the loss passes in.
+            held: bytes that stay allocated while the backward runs.
+        """
+        sizes = self.running.costs.sizes
+        known = loss_bytes(self.program.layout.graph, sizes)
+        between = self.memory.at_split - known + loss_bytes(self.program.layout.graph, replace(sizes, outside=peak))
+        return max(between, self.predicted_peak + max(0, held - sizes.root))
 
     @cached_property
     def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:

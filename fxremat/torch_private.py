@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
@@ -1068,6 +1069,7 @@ class AllocationRecord:
     def __init__(self, *, on_host: bool = True) -> None:
         from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
+        YieldingRecord.give_way()
         # (memory is the only thing to record)
         settings: Any = (False, True, False, False, False, _ExperimentalConfig())
         self._name = "cpu_memory_usage" if on_host else "cuda_memory_usage"
@@ -1081,6 +1083,54 @@ class AllocationRecord:
         threads = self._autograd._disable_profiler_legacy()
         events = (event for thread in threads for event in thread if event.kind() == "memory_alloc")
         return [size for event in events if (size := getattr(event, self._name)())]
+
+
+class YieldingRecord:
+    """A record of this thread's allocations that ends, and is lost, when another profiler starts on the thread.
+
+    A thread has one profiler at a time, and a second one raises. So fxremat's own ask `is_profiled` before, and those
+    of a user pass `_prepare_profiler` or `_enable_profiler` of `torch.autograd.profiler` (torch 2.11, 2.13), which are
+    replaced while there are such records. One that begins another of them loses the first.
+    """
+
+    _of_thread: ClassVar[dict[int, YieldingRecord]] = {}
+    _replaced: ClassVar[dict[str, Callable[..., Any]]] = {}
+
+    def __init__(self) -> None:
+        self._record, self._thread, self._is_lost = AllocationRecord(), threading.get_ident(), False
+        self._of_thread[self._thread] = self
+        atexit.register(self.give_way)  # torch warns of a profiler that runs at the end of the process
+        for name in () if self._replaced else ("_prepare_profiler", "_enable_profiler"):
+            self._replaced[name] = getattr(torch.autograd.profiler, name)
+            setattr(torch.autograd.profiler, name, functools.partial(self._instead, name))
+
+    @classmethod
+    def give_way(cls) -> None:
+        """End the record of this thread, if there is one, unless a backward runs."""
+        if (running := cls._of_thread.get(threading.get_ident())) is not None:
+            running.stop()
+
+    def stop(self) -> list[int] | None:
+        """Stop recording; return what `AllocationRecord.stop` does, or None if the record is lost.
+
+        It is lost too if this is another thread, or if a backward runs: then recording goes on until it gives way.
+        """
+        here = self._thread == threading.get_ident() and backward_task() < 0
+        lost, self._is_lost = self._is_lost or not here, True
+        if not here or self._of_thread.get(self._thread) is not self:
+            return None
+        del self._of_thread[self._thread]
+        atexit.unregister(self.give_way)
+        changes = self._record.stop()
+        while self._replaced and not self._of_thread:
+            setattr(torch.autograd.profiler, *self._replaced.popitem())
+        return None if lost else changes
+
+    @classmethod
+    def _instead(cls, name: str, *args: Any, **kwargs: Any) -> Any:
+        replaced = cls._replaced.get(name)
+        cls.give_way()
+        return (replaced or getattr(torch.autograd.profiler, name))(*args, **kwargs)
 
 
 class RecordedEvent(NamedTuple):
@@ -1217,7 +1267,11 @@ def watch_compilation(before: Callable[[Any], None], after: Callable[[Any], None
 
 
 def is_profiled() -> bool:
-    """Tell whether a profiler records this thread: `torch.autograd._profiler_enabled` (torch 2.11, 2.13)."""
+    """Tell whether a profiler records this thread that does not give way.
+
+    `torch.autograd._profiler_enabled` (torch 2.11, 2.13).
+    """
+    YieldingRecord.give_way()
     autograd: Any = torch.autograd
     return bool(autograd._profiler_enabled())
 

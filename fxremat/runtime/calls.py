@@ -163,7 +163,7 @@ class Step:
         self.in_backward = True
         outside = self.outside.pop(call.forward, 0)
         if (border := self.note("loss")) is not None and outside:
-            self.meter.reach(border, outside, self._held())
+            self.meter.reach(border, outside, self._held)
 
     def _held(self) -> int:
         """Return the bytes of what Python holds that was computed from results of the running backward's call.

@@ -317,9 +317,10 @@ class Backend:
             yield
 
     def _take_loss(self, loss: MeasuredLoss) -> None:
-        """Plan again at the next call if a loss outside the model needs more memory than planned, or much less.
+        """Plan again at the next call if budget or predicted peak do not hold with the loss outside the model.
 
-        A loss whose peak was not measured is taken to need what was planned.
+        So it is if the loss takes so much less that a plan may be faster. A loss whose peak was not measured is taken
+        to need what was planned.
 
         The plan of ranks that communicate stays, since they can only plan together, and may measure different losses.
         """
@@ -328,13 +329,11 @@ class Backend:
         plan = self.plans[-1]
         known = self.options.loss_seen
         planned = self.options.loss_outside.size or math.ceil(loss.assumed * (known.peak if known else 1))
-        held = math.ceil(loss.assumed * known.held) + known.early if known else plan.costs.sizes.root
-        peak, stays = loss.peak, loss.held + loss.early
-        more = stays > held
-        if peak is None:
-            peak, more = planned, more and plan.predicted_peak + stays - held > plan.budget
-        else:
-            more = more or peak > planned + plan.costs.sizes.root
+        stays = loss.held + loss.early
+        peak = planned if loss.peak is None else loss.peak
+        predicted = plan.peak_with_loss(peak, stays)
+        exceeds = predicted > plan.budget
+        more = exceeds or predicted > GAIN * plan.predicted_peak
         less = loss.exact and known is None and self.options.loss_outside.size is None
         less = less and _would_gain(plan, planned - peak)
         if not (more or less):
@@ -346,7 +345,7 @@ class Backend:
             told = f"{format_bytes(stays)} of the loss outside the model {what}stay while the model's backward runs"
             better = ""  # a larger loss between forward and backward would make no room there
         if communicates(plan.graph):
-            if more and not self._told_of_loss:
+            if exceeds and not self._told_of_loss:
                 self._told_of_loss = True
                 log.warning(
                     "%s, and ranks that share a model keep the plan that they made together%s",
@@ -364,7 +363,7 @@ class Backend:
         self.options = replace(self.options, loss_seen=seen)
         self.outdated = True
         log.log(
-            logging.WARNING if more else logging.INFO,
+            logging.WARNING if exceeds else logging.INFO,
             "%s: the next call plans for that%s",
             told,
             better and f'; fxremat.compile(..., loss="{better}") does from the start',

@@ -3,13 +3,15 @@
 A plan reserves memory between forward and backward for a loss that it does not know
 (`graphs.accounting.outside_bytes`). On CUDA the loss is measured from the first step on: the counters are read,
 but not reset, when the planned forward has run, and when the first gradient reaches its backward. Steps 1, 2,
-4, 8 and so on are measured, since losses may grow. A CPU's allocator has no counters, so the assumption stays; but in
-the first step the values of the loss are looked for that Python still holds when the model's backward begins. So are
-gradients of parameters that are there by then, as those of a penalty on their norm.
+4, 8 and so on are measured, since losses may grow. A CPU's allocator has no counters: there a profiler records what the
+loss allocates (`step_memory`). Where the program starts one of its own, the assumption stays; but in the first step the
+values of the loss are looked for that Python still holds when the model's backward begins. So are gradients of
+parameters that are there by then, as those of a penalty on their norm.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from fxremat.device import Ability, kind_of
 from fxremat.graphs.accounting import assumed_for, numbers_of_loss
+from fxremat.runtime.step_memory import Border, Recorded, recorder_of
 from fxremat.torch_private import (
     accumulates_into,
     current_node,
@@ -72,34 +75,39 @@ class LossMeter:
         self.step, self.trained, self.tell, self.stepping = step, tuple(trained), tell, stepping
         self.calls = 0
         self._stop: Callable[[], None] | None = None
+        self._was_recorded = False  # True once the loss was measured by a record
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         measured = (self.calls + 1) & self.calls == 0
         leaves = [x for x in inputs if _is_without_gradient(x)] if measured and not self.stepping else []
         self._unwatch()
-        outputs = self.step(*inputs)
-        self.calls += 1
-        if measured:
-            self._measure(outputs, leaves)
+        meter = _recorder(inputs) if measured and not self._was_recorded else None
+        with contextlib.ExitStack() as failed:
+            failed.callback(meter.end if meter is not None else lambda: None)
+            outputs = self.step(*inputs)
+            self.calls += 1
+            if measured and self._measure(outputs, leaves, meter):
+                failed.pop_all()
         return outputs
 
-    def _measure(self, outputs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
+    def _measure(self, outputs: Sequence[Any], leaves: Sequence[Tensor], meter: Recorded | None) -> bool:
+        """Measure the loss that follows; return True if the meter goes on."""
         trained = [outputs[position] for position in self.trained]
         others = [t for position, t in enumerate(outputs) if position not in self.trained and isinstance(t, Tensor)]
         nodes = (output.grad_fn for output in trained)
         node = next((node for node in nodes if node is not None and is_compiled_backward(node)), None)
         tensors = [output for output in trained if output.dim() > 0]
         if node is None:
-            return
+            return False
         if not tensors:
-            self._look_for_held(node, None, leaves, 0)
-            return
+            self._watch(node, [], leaves, 0, None)
+            return False
         device, assumed = tensors[0].device, sum(assumed_for(t.numel(), t.dtype) for t in tensors)
         assumed += sum(assumed_for(t.numel(), t.dtype, trained=False) for t in others)
         if (before := levels_of(device)) is None:
-            self._look_for_held(node, [*tensors, *others] if self.calls == 1 else None, leaves, assumed)
-            return
-        gradients = sum(t.numel() * t.element_size() for t in tensors)
+            self._watch(node, [*tensors, *others], leaves, assumed, meter)
+            return meter is not None
+        gradients = sum(t.nbytes for t in tensors)
 
         def tell(_: Any) -> None:
             handle.remove()
@@ -111,27 +119,42 @@ class LossMeter:
             self.tell(MeasuredLoss(assumed=assumed, peak=peak, held=level - start - gradients, early=0, exact=exact))
 
         handle = node.register_prehook(tell)
+        return False
 
-    def _look_for_held(
-        self, node: Any, outputs: Sequence[Tensor] | None, leaves: Sequence[Tensor], assumed: int
+    def _watch(
+        self, node: Any, outputs: Sequence[Tensor], leaves: Sequence[Tensor], assumed: int, meter: Recorded | None
     ) -> None:
-        """Look for values of the loss, and for gradients of `leaves`, when the model's backward begins.
+        """Measure the loss on a device without counters.
+
+        If the program starts a profiler of its own, look for what stays of the loss when the model's backward begins,
+        and for gradients of parameters that are there by then.
 
         Args:
-            outputs: the model's outputs, which the plan has room for. None: values of the loss are not looked for.
+            node: of the model's backward.
+            outputs: the model's outputs that are no single numbers. []: nothing but gradients is looked for.
+            leaves: the parameters.
+            meter: has recorded the forward.
         """
-        looks, known, call = outputs is not None, {storage_of(output) for output in outputs or ()}, self.calls
-        watched, early = [weakref.ref(leaf) for leaf in leaves], [0]
+        call, looks = self.calls, bool(outputs) and self.calls == 1
+        gradients, known = sum(t.nbytes for t in outputs if t.requires_grad), {storage_of(t) for t in outputs}
         numbers = numbers_of_loss(outputs[0].device) if outputs else 0
-        begins = weakref.ref(node, lambda _: stop())  # a call may be dropped without a backward
+        watched, early = [weakref.ref(leaf) for leaf in leaves], [0]
+        begins = weakref.ref(node, lambda _: self._unwatch())  # a call may be dropped without a backward
+        leaves_forward = meter.border() if meter is not None else None
+        reaches_backward = list[Border]()
+        if meter is not None:
+            meter.leave(0)
 
         def before() -> None:
             # if the step has called the model again, gradients may be that call's
             if call == self.calls and (alive := begins()) is not None:
                 early[0] = _early(alive, [leaf for leaf in (each() for each in watched) if leaf is not None])
 
-        def tell(_: Any) -> None:
+        def reached(_: Any) -> None:
             handle.remove()
+            if meter is not None and meter.measures_loss and meter.is_here:
+                reaches_backward.append(meter.border(in_backward=True))
+                return
             self._unwatch()
             found = made_from(current_node()) if looks else ()
             held = {storage_of(each): each.untyped_storage().nbytes() for each in found}
@@ -139,14 +162,36 @@ class LossMeter:
             size += numbers if size else 0
             self.tell(MeasuredLoss(assumed=assumed, peak=None, held=size, early=early[0], exact=False))
 
-        handle = node.register_prehook(tell)
-        self._stop = stop = watching_backward(before, lambda: None)
+        def after() -> None:
+            if not reaches_backward:
+                return
+            self._unwatch()
+            (end,), start = reaches_backward, leaves_forward
+            if start is not None and start.level is not None and end.level is not None and end.peak is not None:
+                self._was_recorded = True
+                peak, held = end.peak - start.level, end.level - start.level - gradients
+                self.tell(MeasuredLoss(assumed=assumed, peak=peak, held=held, early=0, exact=False))
+
+        handle, stop = node.register_prehook(reached), watching_backward(before, after)
+
+        def unwatch() -> None:
+            stop()
+            if meter is not None:
+                meter.end()
+
+        self._stop = unwatch
 
     def _unwatch(self) -> None:
         """End the watch for the backward of the last call that was measured."""
         stop, self._stop = self._stop, None
         if stop is not None:
             stop()
+
+
+def _recorder(inputs: Sequence[Any]) -> Recorded | None:
+    """Return a meter that records a step with these inputs, parameters among them; None where that cannot be."""
+    devices = {x.device for x in inputs if isinstance(x, Tensor) and x.dim() > 0}
+    return recorder_of(devices.pop()) if len(devices) == 1 else None
 
 
 def _early(node: Any, leaves: Sequence[Tensor]) -> int:

@@ -7,9 +7,10 @@
     meter.end()                    from here on all borders have their numbers
 
 On CUDA and similar devices counters are read immediately; their peak is reset at every border if peaks are
-measured. A CPU has no counters, so a profiler records the allocations of the step (`allocations_since`). It
+measured. A CPU has no counters, so a profiler records the allocations of the step (`AllocationRecord`). It
 cannot be read during the backward; there a border is marked by a special sequence of allocations, and gets its
-numbers after the backward.
+numbers after the backward. Between forward and backward the program may start a profiler of its own: then the loss is
+not measured, and what was assumed for it counts.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ import contextlib
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
 
 from fxremat.device import Ability, kind_of
-from fxremat.torch_private import AllocationRecord, is_profiled, watching_backward
+from fxremat.torch_private import (
+    AllocationRecord,
+    YieldingRecord,
+    backward_task,
+    is_profiled,
+    watching_backward,
+)
 
 MARKS = (3, 1, 3, 3, 1)  # bytes of the tensors whose allocations mark a border
 MARK = [size for each in MARKS for size in (each, -each)]
@@ -62,15 +69,15 @@ class Meter(ABC):
         """Record that the forward of the model has ended.
 
         Args:
-            outside: bytes assumed to be allocated until the backward begins, for meters that do not count them.
+            outside: bytes assumed to be allocated until the backward begins, where they are not measured.
         """
 
-    def reach(self, border: Border, outside: int, held: int) -> None:  # noqa: B027 - most meters have nothing to do
+    def reach(self, border: Border, outside: int, held: Callable[[], int]) -> None:  # noqa: B027 - as above
         """Record that the backward of a loss outside the model is over, at this border.
 
         Args:
-            outside: what `leave` was given; it counts until here.
-            held: bytes of the loss that stay.
+            outside: what `leave` was given; it counts until here, unless the loss was measured.
+            held: returns the bytes of the loss that stay.
         """
 
     def enter(self) -> None:  # noqa: B027 - most meters have nothing to do
@@ -180,20 +187,26 @@ class SharedRecord:
 
 
 class Recorded(Meter):
-    """A meter that records this thread's CPU allocations while the model's forward or a backward runs.
-
-    In between the user may start a profiler on the thread, so the loss is not recorded.
-    """
+    """A meter that records this thread's CPU allocations while the model's forward, its loss and a backward run."""
 
     _numbers = itertools.count()
 
     def __init__(self) -> None:
-        self.number = FIRST + next(self._numbers) % MOST
+        self.number, self._thread = FIRST + next(self._numbers) % MOST, threading.get_ident()
         self._level, self._top, self._exact = 0, 0, True
         self._record: AllocationRecord | SharedRecord | None = AllocationRecord()
         self._marks: list[Border] = []
         self._has_left = False  # True once the forward of the model has ended
+        self._is_over = False  # True once the measurement has ended in a backward, where the record cannot stop
+        self._loss: YieldingRecord | None = None  # the record between forward and backward
+        self._outside = 0  # bytes that are assumed for losses, and are counted if a record is lost
+        self.measures_loss = True  # False once such a record was lost
         self._unwatch = watching_backward(self._before_backward, self._after_backward)
+
+    @property
+    def is_here(self) -> bool:
+        """True if this is the thread whose allocations are recorded."""
+        return self._thread == threading.get_ident()
 
     def level(self) -> int | None:
         """Return the bytes that are allocated now; None within the backward."""
@@ -223,8 +236,12 @@ class Recorded(Meter):
         return border
 
     def end(self) -> None:
-        """Stop recording."""
+        """Stop recording; within a backward, once that is over."""
+        if self._record is not None and backward_task() >= 0:
+            self._is_over = True
+            return
         self._unwatch()
+        self._read_loss()
         if self._record is not None:
             self._read(go_on=False)
 
@@ -263,37 +280,69 @@ class Recorded(Meter):
         self._record = AllocationRecord() if go_on else None
 
     def leave(self, outside: int) -> None:
-        """Stop recording until a backward begins; count `outside` bytes in between."""
+        """Record the loss, unless the program starts a profiler: then `outside` bytes count for it."""
         if self._record is not None:
             self._read(go_on=False)
             self._has_left = True
-            self._level += outside
-            self._top = max(self._top, self._level)
+            self._outside += outside
+            self._loss = YieldingRecord()
 
-    def reach(self, border: Border, outside: int, held: int) -> None:
-        """Count what stays of a loss behind this border, instead of `outside`."""
-        border.change = held - outside
+    def reach(self, border: Border, outside: int, held: Callable[[], int]) -> None:
+        """Count what stays of a loss behind this border, instead of `outside`, if the loss was not measured."""
+        if not self.measures_loss:
+            border.change = held() - outside
 
     def enter(self) -> None:
         """Record again, until the model's forward ends; what is counted for a loss in between still counts."""
-        if self._has_left and self._record is None and not is_profiled():
-            self._record, self._has_left = AllocationRecord(), False
+        if self._has_left and self._record is None:
+            self._read_loss()
+            if not is_profiled():
+                self._record, self._has_left = AllocationRecord(), False
 
     def forget(self) -> None:
         """Stop waiting for the step's backward."""
         if self._has_left and self._record is None:
+            self._read_loss()
             self._unwatch()
+
+    def _read_loss(self) -> None:
+        """End the record of the loss."""
+        record, self._loss = self._loss, None
+        if record is None:
+            return
+        changes = record.stop()
+        self.measures_loss &= changes is not None
+        if not self.measures_loss:  # of several losses, those that were measured count too: rather too much
+            changes, self._outside = [*(changes or ()), self._outside], 0
+        for change in changes or ():
+            self._level += change
+            self._top = max(self._top, self._level)
 
     def _before_backward(self) -> None:
         if self._has_left and self._record is None:
+            self._read_loss()
             self._record = SharedRecord.now()
+            if self._record is None:
+                self._unwatch()
 
     def _after_backward(self) -> None:
         if self._has_left and self._record is not None:
-            if self._marks:
+            if self._marks or self._is_over:
                 self.end()
-            else:
-                self._read(go_on=False)  # this was the backward of another computation
+            else:  # this was the backward of another computation
+                self._read(go_on=False)
+                self._loss = YieldingRecord()
+
+
+def recorder_of(device: torch.device) -> Recorded | None:
+    """Return a meter for a step that begins now, on a device without counters; None if it cannot be recorded.
+
+    A profiler of the user may run on this thread, or a backward, within which a record can be neither read nor ended.
+    """
+    kind = kind_of(device)
+    if kind.can(Ability.STATISTICS) or not kind.recorded or backward_task() >= 0 or is_profiled():
+        return None
+    return Recorded()
 
 
 def meter_of(device: torch.device, *, peaks: bool) -> Meter:
@@ -302,9 +351,6 @@ def meter_of(device: torch.device, *, peaks: bool) -> Meter:
     Args:
         peaks: True: all borders, and the peaks between them, have to be known after the step.
     """
-    kind = kind_of(device)
-    if kind.can(Ability.STATISTICS):
+    if kind_of(device).can(Ability.STATISTICS):
         return Counted(device, peaks=peaks)
-    if peaks and kind.recorded and not is_profiled():
-        return Recorded()
-    return Unmeasured()
+    return (recorder_of(device) if peaks else None) or Unmeasured()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fxremat.step.costs import Costs
 from fxremat.step.kinds import MemoryKind, bytes_by_kind
-from fxremat.step.liveness import live_bytes
+from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.program import Program, Role
 from fxremat.step.step_graph import StepGraph
 from fxremat.units import format_bytes
@@ -50,7 +50,7 @@ def floor_of(program: Program, costs: Costs) -> Floor:
     """Return the moment at which a program's memory is largest; the first, if there are several. O(steps)."""
     memory = live_bytes(program, costs.sizes)
     if memory.at_split == memory.peak:
-        rest = memory.at_split - _loss(program.layout.graph, costs)
+        rest = memory.at_split - loss_bytes(program.layout.graph, costs.sizes)
         kinds = {MemoryKind.OUTSIDE: memory.at_split - rest, MemoryKind.KEPT: rest}
         return Floor(bytes=memory.peak, moment="the loss outside the model runs", kinds=_sorted(kinds))
     place = max(range(len(memory.during)), key=memory.during.__getitem__)
@@ -71,11 +71,11 @@ def op_at(program: Program, place: int) -> str:
     return f"{name} ({where})" if where else name
 
 
-def _loss(graph: StepGraph, costs: Costs) -> int:
+def loss_bytes(graph: StepGraph, sizes: Sizes) -> int:
     """Return the bytes of a loss outside the model between forward and backward, or of the gradients that it passes in.
     """
-    tangents = sum(costs.sizes.values[value] for value in graph.tangent_values) + costs.sizes.root
-    return max(tangents, costs.sizes.outside)
+    tangents = sum(sizes.values[value] for value in graph.tangent_values) + sizes.root
+    return max(tangents, sizes.outside)
 
 
 def _sorted(kinds: Mapping[MemoryKind, int]) -> tuple[tuple[MemoryKind, int], ...]:

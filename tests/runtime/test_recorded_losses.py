@@ -1,0 +1,173 @@
+"""Losses outside the model are measured on a CPU by a record of allocations, which gives way to other profilers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import fxremat
+from benchmarks.meter import peak_bytes
+from fxremat.settings import Search
+from fxremat.torch_private import AllocationRecord, YieldingRecord, is_profiled
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+FAST: Any = {"search": Search(seconds=0.0, slots=100)}
+ROWS = 512
+MiB = 1 << 20
+
+
+class Encoder(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.GELU())), nn.Linear(64, 64))
+
+
+class InTwoGraphs(Encoder):
+    def forward(self, x: Tensor) -> Tensor:
+        for place, part in enumerate(self):
+            x = part(x)
+            if place == 3 and x.sum() > 1e9:
+                x = x * 2
+        return x
+
+
+def contrastive(rows: Tensor) -> Tensor:
+    """Compares all rows with each other: its matrices are eight times as large as the model's output."""
+    other = torch.linspace(-1, 1, rows.numel()).view(rows.shape)
+    return F.cross_entropy(F.normalize(rows) @ F.normalize(other).T / 0.1, torch.arange(len(rows)))
+
+
+def is_recorded() -> bool:
+    """True if fxremat records this thread; nothing gives way."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mem", ["100%", "min"])
+@pytest.mark.parametrize("make", [Encoder, InTwoGraphs])
+def test_a_loss_larger_than_assumed_fits_from_the_second_step_on(make: Callable[[], nn.Module], mem: str) -> None:
+    x = torch.randn(ROWS, 64)
+    compiled = fxremat.compile(make(), mem=mem, **FAST)
+
+    def step() -> None:
+        rows = compiled(x)
+        contrastive(rows).backward()
+
+    for _ in range(4):
+        step()
+        compiled.zero_grad()
+    peak = peak_bytes(step)
+    assert 2 * MiB < peak <= compiled.plan.predicted_peak <= compiled.plan.budget
+    assert compiled.plan.predicted_peak <= 1.02 * peak
+
+
+def test_a_budget_that_such_a_loss_leaves_no_room_in_is_refused_with_numbers() -> None:
+    x = torch.randn(ROWS, 64)
+    compiled = fxremat.compile(Encoder(), mem=MiB, **FAST)
+    contrastive(compiled(x)).backward()
+    with pytest.raises(fxremat.BudgetTooSmall, match=r"the loss outside the model runs with 3\.. MiB"):
+        compiled(x)
+
+
+def test_a_loss_within_the_budget_and_the_prediction_is_no_reason_to_plan_again() -> None:
+    compiled, x = fxremat.compile(Encoder(), mem="80%", **FAST), torch.randn(ROWS, 64)
+    for _ in range(3):
+        outputs = compiled(x)
+        best = outputs.argmax(1)  # stays
+        F.cross_entropy(outputs, best).backward()
+    assert len(compiled.fxremat.plans) == 1
+
+
+@pytest.mark.parametrize("make", [Encoder, InTwoGraphs])
+def test_a_profiler_of_the_program_may_start_anywhere(make: Callable[[], nn.Module]) -> None:
+    x = torch.randn(ROWS, 64)
+    plain, compiled = make(), fxremat.compile(make(), mem="100%", **FAST)
+    compiled.load_state_dict(plain.state_dict())
+    for _ in range(2):
+        for model in (plain, compiled):
+            model.zero_grad()
+            outputs = model(x)
+            with profile(activities=[ProfilerActivity.CPU]) as around_loss:
+                loss = contrastive(outputs)
+            with profile(activities=[ProfilerActivity.CPU]) as around_backward:
+                loss.backward()
+            assert "aten::_log_softmax" in {event.name for event in around_loss.events()}
+            assert len(around_backward.events()) > 10
+        for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+    assert not is_recorded()
+
+
+def test_a_record_gives_way_to_others_and_is_lost_then() -> None:
+    prepare = torch.autograd.profiler._prepare_profiler  # type: ignore[attr-defined]
+    record = YieldingRecord()
+    assert is_recorded()
+    assert not is_profiled()
+    assert not is_recorded()
+    assert record.stop() is None
+    record, other = YieldingRecord(), AllocationRecord()
+    torch.empty(1000)
+    assert record.stop() is None
+    assert other.stop() == [4000, -4000]
+    record = YieldingRecord()
+    torch.empty(1000)
+    assert record.stop() == [4000, -4000]
+    assert torch.autograd.profiler._prepare_profiler is prepare  # type: ignore[attr-defined]
+
+
+def test_a_record_that_is_stopped_in_a_backward_ends_later() -> None:
+    x, found = torch.ones(8, requires_grad=True), []
+    y, record = x * 2, YieldingRecord()
+    y.register_hook(lambda _: found.append(record.stop()))
+    y.sum().backward()
+    assert found == [None]
+    assert is_recorded()
+    with profile(activities=[ProfilerActivity.CPU]) as by_torch:
+        x.exp()
+    assert "aten::exp" in {event.name for event in by_torch.events()}
+    assert not is_recorded()
+
+
+def test_outputs_dropped_within_another_backward() -> None:
+    """The record ends with the backward in which the call's node dies."""
+    compiled, x = fxremat.compile(Encoder(), mem="100%", **FAST), torch.randn(ROWS, 64)
+    outputs = [compiled(x)]
+    other = torch.ones(8, requires_grad=True) * 2
+    other.register_hook(lambda _: outputs.clear())
+    other.sum().backward()
+    assert not outputs
+    assert not is_recorded()
+    compiled(x).sum().backward()
+    assert not is_recorded()
+
+
+def test_a_call_that_fails_is_recorded_no_more() -> None:
+    compiled, x = fxremat.compile(Encoder(), mem="100%", **FAST), torch.randn(ROWS, 64)
+
+    def fail(*_: object) -> None:
+        raise ValueError("no")
+
+    hook = compiled.register_forward_hook(fail)
+    with pytest.raises(ValueError, match="no"):
+        compiled(x)
+    hook.remove()
+    assert not is_recorded()
+
+
+ENDING = """
+import torch, fxremat
+compiled = fxremat.compile(torch.nn.Linear(8, 8), mem="100%")
+outputs = compiled(torch.ones(4, 8))
+"""
+
+
+def test_a_program_that_ends_before_the_backward_prints_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, check=True)
+    assert "Leaked" not in done.stderr
+    assert done.stdout == ""
