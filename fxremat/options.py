@@ -87,9 +87,11 @@ class SeenLoss:
     `early` is in bytes.
     """
 
-    peak: Fraction  # peak between the end of the forward and the beginning of the backward
-    held: Fraction  # memory during the backward, without the gradients of the model's outputs
+    # peak between the end of the forward and the beginning of the backward; None: not measured
+    peak: Fraction | None = None
+    held: Fraction = Fraction(0)  # memory during the backward, without the gradients of the model's outputs
     early: int = 0  # bytes of gradients of parameters that the loss has made when the model's backward begins
+    as_traced: bool = False  # the gradients that it hands in lie as they were traced, so that nothing copies them
 
 
 @dataclass(frozen=True)

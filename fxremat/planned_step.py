@@ -15,6 +15,7 @@ from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import Timeline, simulate
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.cost.device_memory import DeviceMemory
+from fxremat.graphs.accounting import apart_from_copies
 from fxremat.graphs.captured import Captured, captured_of
 from fxremat.host.tier import HostTier
 from fxremat.linearize.chain_of import chain_of
@@ -290,6 +291,11 @@ class PlannedStep:
         known = loss_bytes(self.program.layout.graph, sizes)
         between = self.memory.at_split - known + loss_bytes(self.program.layout.graph, replace(sizes, outside=peak))
         return max(between, self.predicted_peak + max(0, held - sizes.root))
+
+    def peak_without_copies(self) -> int:
+        """Return the predicted peak in bytes if gradients that a loss outside hands in are not copied."""
+        costs, _ = apart_from_copies(self.running.captured, self.running.costs)
+        return live_bytes(self.program, costs.sizes).peak
 
     @cached_property
     def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import replace
+from operator import sub
 
 import torch
 from torch import fx
@@ -110,6 +112,15 @@ def copied_gradients(joint: Captured, device: torch.device) -> dict[int, int]:
         sizes = [one.meta["val"].nbytes for one in read if not pointwise or _is_reshaped(joint, one)]
         found[op.index] = sum(held(size, device) for size in sizes)
     return found
+
+
+def apart_from_copies(joint: Captured, costs: Costs) -> tuple[Costs, Sequence[int]]:
+    """Return the costs without copies of gradients into the traced strides, and the bytes of these copies for each op.
+    """
+    copied = copied_gradients(joint, device_of(joint))
+    copies = [copied.get(op.index, 0) for op in joint.ops]
+    workspace = tuple(map(sub, costs.sizes.workspace, copies))
+    return replace(costs, sizes=replace(costs.sizes, workspace=workspace)), copies
 
 
 def _is_reshaped(joint: Captured, node: fx.Node) -> bool:

@@ -18,6 +18,13 @@ def handed_in(graph: fx.Graph) -> set[fx.Node]:
     return {node for node in tangents_in(graph) if node.meta["val"].dim() > 0}
 
 
+def layout_of(value: object) -> tuple[int, ...]:
+    """Return the strides of a tensor, without those of dimensions of size 1; () for anything that is not a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return ()
+    return tuple(stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1)
+
+
 def laid_out_by_others(graph: fx.Graph) -> set[fx.Node]:
     """Return the gradients of outputs that are passed in, and all nodes whose memory layout may depend on theirs."""
     found = handed_in(graph)

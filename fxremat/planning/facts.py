@@ -15,7 +15,7 @@ from fxremat.cost.estimate import cost_of, estimate
 from fxremat.cost.measure import fresh_as_known, known_costs, measure
 from fxremat.cost.resized import resized
 from fxremat.cost.trace import Trace, timed_by
-from fxremat.graphs.accounting import device_of, numbers_of_loss, outside_bytes
+from fxremat.graphs.accounting import apart_from_copies, device_of, numbers_of_loss, outside_bytes
 from fxremat.graphs.captured import Captured
 from fxremat.options import Options
 from fxremat.planning.step import Step
@@ -85,10 +85,14 @@ def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
     if seen is not None and seen.early:
         early = seen.early + numbers_of_loss(device_of(graph))
         costs = replace(costs, sizes=(sizes := replace(sizes, root=sizes.root + early)))
+    if seen is not None and seen.as_traced:
+        costs, _ = apart_from_copies(graph, costs)
+        sizes = costs.sizes
     if seen is None or not sizes.outside:
         return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))
     assumed = outside_bytes(graph)
-    outside = max(said or 0, math.ceil(assumed * seen.peak) + early)
+    measured = sizes.outside if seen.peak is None else math.ceil(assumed * seen.peak)
+    outside = max(said or 0, measured + early)
     root = max(sizes.root, math.ceil(assumed * seen.held) + early)
     return replace(costs, sizes=replace(sizes, outside=outside, root=root))
 

@@ -14,7 +14,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import sub
 
 import torch
 from torch import fx
@@ -25,8 +24,9 @@ from fxremat.fusion.joint import fused_program
 from fxremat.fusion.min_cut import least_traffic
 from fxremat.fusion.torch_partition import TorchPartition
 from fxremat.fusion.units import by_phase
-from fxremat.graphs.accounting import copied_gradients, device_of, held_beside_copies, largest_tensor
+from fxremat.graphs.accounting import apart_from_copies, device_of, held_beside_copies, largest_tensor
 from fxremat.graphs.captured import Captured, captured_of, inputs_across
+from fxremat.graphs.handed_in import layout_of
 from fxremat.graphs.region import regions_of
 from fxremat.host.default import default_tier
 from fxremat.host.tier import HostTier
@@ -86,7 +86,7 @@ class SizedPrograms:
     ) -> SizedPrograms:
         """Return these programs, with the bytes of inputs, outputs and gradients at the sizes of `graph`."""
         bytes_of = costs.sizes.values
-        as_traced, copies = _apart(graph, costs)
+        as_traced, copies = apart_from_copies(graph, costs)
         *found, everything = moved([*programs, keep_all], graph, as_traced, copies, _held(graph))
         return cls(
             programs=found,
@@ -97,22 +97,6 @@ class SizedPrograms:
             outputs={value: bytes_of[value] for value in kept_outputs(graph)},
             gradients=sum(bytes_of[value] for value in graph.returned),
         )
-
-
-def layout_of(value: object) -> tuple[int, ...]:
-    """Return the strides of a tensor, without those of dimensions of size 1; () for anything that is not a tensor."""
-    if not isinstance(value, torch.Tensor):
-        return ()
-    return tuple(stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1)
-
-
-def _apart(graph: Captured, costs: Costs) -> tuple[Costs, Sequence[int]]:
-    """Return the costs without copies of gradients into the traced strides, and the bytes of these copies for each op.
-    """
-    copied = copied_gradients(graph, device_of(graph))
-    copies = [copied.get(op.index, 0) for op in graph.ops]
-    workspace = tuple(map(sub, costs.sizes.workspace, copies))
-    return replace(costs, sizes=replace(costs.sizes, workspace=workspace)), copies
 
 
 def _held(graph: Captured) -> int:
@@ -172,7 +156,7 @@ def _of_single_ops(
     graph: Captured, costs: Costs, options: Options, tier: HostTier | None
 ) -> Sequence[CallProgram]:
     """Return the programs of a graph that run single ops, fastest first: the first recomputes nothing."""
-    costs, _ = _apart(graph, costs)
+    costs, _ = apart_from_copies(graph, costs)
     host = _Host.of(graph, tier, options)
     once = run_once(graph, options.wishes)
     sizes = tuple(costs.sizes.values), tuple(costs.sizes.workspace)
@@ -205,7 +189,7 @@ def _rewritten(
     sliced = (found.joint for found in ways_to_slice(step.graph, peak, options))
     for graph in (*sliced, *ways_to_pack(step.graph, peak, options)):
         costs = facts_of(replace(step, graph=graph), options)
-        as_traced, copies = _apart(graph, costs)
+        as_traced, copies = apart_from_copies(graph, costs)
         another, host = _another(graph, step.graph, costs), _Host.of(graph, tier, options)
         effort, once = SHARE * options.search.seconds, run_once(graph, options.wishes)
         for one in call_programs(graph, as_traced, effort=effort, offloading=host, once=once):
@@ -246,6 +230,6 @@ def _compiled(step: Step, alone: Sequence[CallProgram], options: Options) -> Ite
         joint = captured_of(program.layout.graph)
         whole = len(regions_of(joint.module.graph)) == PHASES
         own = costs_of_phases(program, step.inputs, apart=True) if whole else measure(joint, step.inputs)
-        as_traced, copies = _apart(joint, own)
+        as_traced, copies = apart_from_copies(joint, own)
         another = _another(joint, graph, own)
         yield judged(order, as_traced, copies, _held(joint), fused=program, another=another)

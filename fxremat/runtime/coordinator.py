@@ -25,11 +25,11 @@ import torch
 from fxremat.errors import BudgetTooSmall
 from fxremat.graphs.accounting import assumed_for
 from fxremat.graphs.captured import Captured
+from fxremat.graphs.handed_in import layout_of
 from fxremat.graphs.symbolic import Dims
 from fxremat.ops.random import GeneratorStates, devices_of
 from fxremat.options import Options
 from fxremat.plan_of_graphs import PlanOfGraphs
-from fxremat.planning.graph_programs import layout_of
 from fxremat.planning.limits import Limit
 from fxremat.planning.paths import Numbers, PathPlans
 from fxremat.planning.step import Step as CapturedGraph

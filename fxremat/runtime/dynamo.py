@@ -36,6 +36,7 @@ from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError, InvalidBu
 from fxremat.graphs.accounting import device_of, largest_tensor
 from fxremat.graphs.captured import Captured, inputs_of, read_joint, with_updates_inside
 from fxremat.graphs.cudnn_batch_norm import batch_norms_of_cudnn
+from fxremat.graphs.handed_in import layout_of
 from fxremat.graphs.names import FLOAT, note_names
 from fxremat.graphs.nodes import tangents_in
 from fxremat.graphs.region import runnable
@@ -183,6 +184,7 @@ class Backend:
         self.input_names = tuple(names)
         self.plans: deque[Plan] = deque(maxlen=KEPT_PLANS)
         self.until = Until.RUN
+        self._layouts_vary = False  # True once a loss outside handed in gradients that lie otherwise than traced
         self._told_of_loss = False  # True once a warning told ranks that the loss takes more memory than planned
         self.outdated = False  # True if the loss takes more memory than planned, or less memory is free than before
         self.weights: Weights | None = None
@@ -328,13 +330,14 @@ class Backend:
             return
         plan = self.plans[-1]
         known = self.options.loss_seen
-        planned = self.options.loss_outside.size or math.ceil(loss.assumed * (known.peak if known else 1))
+        shares = 1 if known is None or known.peak is None else known.peak
+        planned = self.options.loss_outside.size or math.ceil(loss.assumed * shares)
         stays = loss.held + loss.early
-        peak = planned if loss.peak is None else loss.peak
+        peak = planned if loss.peak is None else loss.peak if loss.exact else max(loss.peak, planned)
         predicted = plan.peak_with_loss(peak, stays)
         exceeds = predicted > plan.budget
         more = exceeds or predicted > GAIN * plan.predicted_peak
-        less = loss.exact and known is None and self.options.loss_outside.size is None
+        less = loss.exact and shares == 1 and self.options.loss_outside.size is None
         less = less and _would_gain(plan, planned - peak)
         if not (more or less):
             return
@@ -353,13 +356,12 @@ class Backend:
                     better and f': fxremat.compile(..., loss="{better}") makes room for it',
                 )
             return
-        seen = SeenLoss(peak=Fraction(1), held=Fraction(0), early=loss.early)
+        seen = known or SeenLoss()
         if loss.assumed:
-            peaks, helds = Fraction(peak, loss.assumed), Fraction(max(0, loss.held), loss.assumed)
-            seen = replace(seen, peak=peaks, held=helds)
-        if known is not None:
-            most = {name: max(getattr(known, name), getattr(seen, name)) for name in ("peak", "held", "early")}
-            seen = SeenLoss(**most)
+            if loss.peak is not None:
+                seen = replace(seen, peak=max(seen.peak or Fraction(0), Fraction(peak, loss.assumed)))
+            seen = replace(seen, held=max(seen.held, Fraction(max(0, loss.held), loss.assumed)))
+        seen = replace(seen, early=max(seen.early, loss.early))
         self.options = replace(self.options, loss_seen=seen)
         self.outdated = True
         log.log(
@@ -368,6 +370,32 @@ class Backend:
             told,
             better and f'; fxremat.compile(..., loss="{better}") does from the start',
         )
+
+    def _take_layouts(self, plan: Plan, as_traced: bool) -> None:
+        """Plan again at the next call if the gradients that a loss outside hands in lie as traced, or do so no more.
+
+        Plans have room for copies of them, until it is known that they lie as traced.
+        """
+        if self.coordinator is not None or communicates(plan.graph):
+            return
+        known = self.options.loss_seen or SeenLoss()
+        if known.as_traced:
+            if as_traced:
+                return
+            self._layouts_vary = True
+            log.warning(
+                "the loss outside the model hands in gradients that lie otherwise than in the steps before, and may be "
+                "copied: the next call plans for that"
+            )
+        elif not as_traced or self._layouts_vary or self.options.plan is not None:
+            self._layouts_vary |= not as_traced
+            return
+        elif plan.predicted_peak <= GAIN * plan.peak_without_copies():
+            return
+        else:
+            log.info("gradients of the loss outside the model are not copied: the next call plans without copies")
+        self.options = replace(self.options, loss_seen=replace(known, as_traced=as_traced))
+        self.outdated = True
 
     def divide_device_memory(self, model: nn.Module, call: Any) -> None:
         """Find what `device_mem` leaves for this step; plan again if that is less than at the last plan.
@@ -560,7 +588,7 @@ class Backend:
             self._check_layouts(step)
             raise Reached(FixedStep(step, self.options))
         plan = self._plan_fixed(step)
-        made[:] = [_FixedStep(plan, self.weights)]
+        made[:] = [_FixedStep(plan, self.weights, partial(self._take_layouts, plan))]
         return plan.graphs
 
     def _unplanned(self) -> None:
@@ -807,6 +835,7 @@ class _FixedStep:
 
     plan: Plan
     weights: Weights | None
+    take_layouts: Callable[[bool], None]  # told whether gradients of the outputs lie as traced, whenever that changes
 
     def forward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """Return the function that runs the forward graph."""
@@ -836,10 +865,17 @@ class _FixedStep:
         run, weights = self._beside_others(runnable(graph), "backward"), self.weights
         losses, needs = self.plan.loss_places, self.plan.captured.outputs_needed
         given, outputs = len(self.plan.captured.tangent_nodes), self.plan.captured.backward_outputs
+        traced = [layout_of(node.meta["val"]) for node in self.plan.captured.tangent_nodes]
+        was_traced: bool | None = None
 
         def backward(arguments: list[Any]) -> Any:
+            nonlocal was_traced
             if weights is None and any_batched(arguments[-given:]):
                 return [_zeros(node) for node in outputs]  # a hook replaces them: see `double_backward`
+            as_traced = not any(map(operator.ne, map(layout_of, arguments[-given:]), traced))
+            if as_traced != was_traced:
+                was_traced = as_traced
+                self.take_layouts(as_traced)
             unused = unused_outputs()
             if weights is None:
                 return without(run(arguments), needs, unused)
