@@ -200,6 +200,7 @@ class Backend:
         self._free = 0  # most bytes that the device had free when one of the plans for reserved bytes was made
         self._fixed = False  # True if each combination of input sizes is captured separately
         self._called_with: set[str] = set()  # the combinations of input sizes that were planned for, as text
+        self.captured_again = 0  # number of captures for input sizes that had been planned for
         # how the graph that is being compiled can run again; None if it has no backward
         self._rerun: Rerun | None = None
         self._names: list[str | None] = []  # for each input of the captured graph, its parameter name, or None
@@ -268,8 +269,11 @@ class Backend:
         finally:
             self._inputs = ()  # dynamo keeps backends alive, which must not keep the model alive
             self._placeholders = ()
-        if len(self._called_with) > before and self.until is Until.RUN:
-            self._warn_of_many(time.monotonic() - began)
+        if self.until is Until.RUN:
+            if len(self._called_with) > before:
+                self._warn_of_many(time.monotonic() - began)
+            else:
+                self.captured_again += 1
         rerun, self._rerun = self._rerun, None
         if rerun is not None:
             compiled = TwiceDifferentiable(compiled, module, rerun, self._unplanned)
@@ -483,6 +487,11 @@ class Backend:
         """Capture every combination of input sizes separately from now on, and report that with its reason, if any."""
         self._fixed = True
         warn_of_fixed(self.options, reason)
+
+    @property
+    def takes_sizes_as_fixed(self) -> bool:
+        """True if each combination of input sizes is captured separately."""
+        return self._fixed or self.options.may_change is False
 
     def _warn_of_many(self, seconds: float) -> None:
         """Warn once, after `MANY_SIZES` combinations of input sizes, what each further one will cost."""

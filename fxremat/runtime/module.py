@@ -47,6 +47,7 @@ from fxremat.runtime.attention_masks import (
     position_ids,
 )
 from fxremat.runtime.capture_errors import explained, is_not_one_graph, submodule_error
+from fxremat.runtime.changing_attributes import ChangingAttributes
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.dynamo import Backend, Reached, Until
 from fxremat.runtime.last_call import SEVERAL_CALLS, LastCall
@@ -169,6 +170,7 @@ class _Training:
     # id of a parameter -> handle of a hook on it, removed when a call is planned that may give the parameter a gradient
     watched: dict[int, Any] = field(default_factory=dict)
     last_call: LastCall = field(default_factory=LastCall)  # of a model that is one graph
+    changing: ChangingAttributes = field(default_factory=ChangingAttributes)
     written: set[str] | None = None  # buffers that steps of several graphs write to; None: not known yet
 
     @functools.cached_property
@@ -779,6 +781,7 @@ def _forward_once(module: Any, training: _Training, args: tuple[Any, ...], kwarg
         on_device = weights.seen_on_the_device() if weights else contextlib.nullcontext()
         with on_device, _gathering(module, training):
             outputs = _run(training, args, kwargs)
+            training.changing.look(training.model, backend.captured_again, fixed=backend.takes_sizes_as_fixed)
             if training.shared is not None:
                 training.shared.before_backward_of(_tensors(outputs))
     except Exception as error:

@@ -1,0 +1,118 @@
+"""Models that count their calls in Python: numbers that change become inputs of the graph, and are captured once."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from fxremat.settings import Search
+from tests.training import gradients_of, unequal
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+FAST: Any = {"search": Search(seconds=0.0, slots=100)}
+CALLS = 8
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.net(x).square().mean()  # type: ignore[no-any-return]
+
+
+class WarmUp(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * min(1, self.steps / 5)
+
+
+class Alternating(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        return loss * 2 if self.steps % 2 else loss
+
+
+class InDict(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen["calls"] += 1
+        return self.net(x).square().mean()  # type: ignore[no-any-return]
+
+
+class Broken(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        x = self.net[0](x)
+        if x.sum() > 1e9:
+            x = x * 2
+        for part in self.net[1:]:
+            x = part(x)
+        return x.square().mean() * min(1, self.steps / 5)
+
+
+def trained(plain: Counting, x: Tensor, **options: Any) -> tuple[Any, list[int]]:
+    """Train a plain and a compiled model, compare them, and return the compiled one and its captures after each step.
+    """
+    compiled = fxremat.compile(copy.deepcopy(plain), mem="100%", **FAST, **options)
+    captures = []
+    for _ in range(CALLS):
+        for model in (plain, compiled):
+            model.zero_grad()
+            model(x).backward()
+        assert compiled.steps == plain.steps
+        assert not unequal(gradients_of(compiled), gradients_of(plain))
+        captures.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return compiled, captures
+
+
+@pytest.mark.parametrize("make", [Counting, WarmUp, Alternating, InDict, Broken])
+def test_a_counter_is_captured_at_two_values_and_then_for_all(make: type[Counting]) -> None:
+    _, captures = trained(make(), torch.randn(16, 32))
+    assert captures[3] == captures[-1]
+
+
+@pytest.mark.parametrize("options", [{"dynamic": False}, {"offload": True}], ids=str)
+def test_where_numbers_are_fixed_a_warning_names_the_counter(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="fxremat"):
+        trained(WarmUp(), torch.randn(16, 32), **options)
+    told = [text for text in caplog.messages if "captured and planned again at each call" in text]
+    assert len(told) == 1
+    assert "since steps of it has another value each time" in told[0]
+    assert told[0].endswith("numbers that change are taken as fixed with these options")
+
+
+def test_a_text_that_changes_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Phases(Counting):
+        phase = ""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * len(self.phase)
+
+    compiled, x = fxremat.compile(Phases(), mem="100%", **FAST), torch.randn(16, 32)
+    with caplog.at_level(logging.WARNING, logger="fxremat"):
+        for step in range(6):
+            compiled.phase = f"phase {step}"
+            compiled(x).backward()
+    assert "since phase of it has another value each time" in caplog.text
+
+
+def test_a_counter_is_not_blamed_for_sizes_that_change(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = fxremat.compile(Counting(), mem="100%", **FAST)
+    with caplog.at_level(logging.WARNING, logger="fxremat"):
+        for rows in range(8, 16):
+            compiled(torch.randn(rows, 32)).backward()
+    assert "captured and planned again" not in caplog.text
