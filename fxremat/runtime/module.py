@@ -97,6 +97,10 @@ BYPASSED = (
     "model.part = fxremat.compile(model.part, mem=...)"
 )
 TRIALS = 3  # trials of two steps each until no step captures a graph any more, as it may where a model counts calls
+IN_EVAL_MODE = (
+    "parameters of the compiled {name} get gradients in eval mode, where it runs as it is: nothing is planned, and no "
+    "budget holds. Call model.train() before training steps"
+)
 UNPLANNED = (
     "parameters of the compiled {name} get gradients, but none of its training calls went through `{method}`: nothing "
     "is planned, and no budget holds. Call the module that fxremat.compile returned; where a method of it calls parts "
@@ -163,6 +167,7 @@ class _Training:
     reached: PlannedChild | None = None  # the one that the replaced forward called last
     # `plain`, captured by dynamo as several graphs; None: it is captured as one graph
     in_parts: Callable[..., Any] | None = None
+    broken_by: str = ""  # why the model is several graphs, until that was told
     # True while a model of several graphs may run once, in order to be planned before its first training call
     may_try: bool = False
     # True if the forward was replaced and cannot be captured, so that a child is planned instead
@@ -205,12 +210,18 @@ class _Training:
         place = graph_break_place(error) if backend_failure(error) is None else None  # else the error says more
         where = clear.place or place or ""
         self._coordinate(where)
-        log.warning(
-            "%s is trained as several graphs within one budget, and planned after its first steps, which recompute "
-            "most (fullgraph=True makes this an error): %s",
-            backend.model,
-            f"tracing stops at {where}" if where else clear,
-        )
+        self.broken_by = f"tracing stops at {where}" if where else str(clear)
+
+    def tell_of_graphs(self) -> None:
+        """Tell once, when the first graph is planned, that the model is several graphs, and why."""
+        if self.broken_by:
+            log.warning(
+                "%s is trained as several graphs within one budget, and planned after its first steps, which recompute "
+                "most (fullgraph=True makes this an error): %s",
+                self.backend.model,
+                self.broken_by,
+            )
+            self.broken_by = ""
 
     def _coordinate(self, where: str = "") -> Coordinator:
         """Plan all calls of graphs between two backwards together from now on.
@@ -250,7 +261,8 @@ class _Training:
             if training is not None and training.watched:
                 training.unwatch()
                 method = training.backend.options.method
-                warnings.warn(UNPLANNED.format(name=type(training.model).__name__, method=method), stacklevel=2)
+                text = UNPLANNED if training.model.training else IN_EVAL_MODE
+                warnings.warn(text.format(name=type(training.model).__name__, method=method), stacklevel=2)
 
         for parameter in self.model.parameters():
             if parameter.requires_grad and id(parameter) not in self.watched:
@@ -902,11 +914,14 @@ def _run_in_parts(training: _Training, args: tuple[Any, ...], kwargs: dict[str, 
             if begin is not None:
                 begin.forget()
             coordinator.leave([x for x in _tensors(outputs) if x.requires_grad])
-        if not coordinator.has_graphs and not training.warned:
+        if coordinator.has_graphs:
+            training.tell_of_graphs()
+        elif not training.warned:
             training.warned = True
             warnings.warn(NO_GRAPHS.format(name=training.backend.model), stacklevel=6)
         return outputs
     except Exception as error:
+        training.tell_of_graphs()
         if begin is not None and isinstance(planning_error(error) or error, ComputedMask):
             begin.restore()
         # only these inputs may have been wrong, so the next call tries to capture one graph again

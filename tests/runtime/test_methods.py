@@ -130,3 +130,10 @@ def test_a_graph_with_its_backward_is_not_differentiated_again() -> None:
         graph.output(graph.call_function(call, tuple(map(graph.placeholder, inputs))))
         with pytest.raises(fxremat.FxrematError, match=r"computes gradients already \((tangents_1|silu_backward)"):
             fxremat.plan(fx.GraphModule({}, graph), (rows(), rows()), mem="80%")
+
+
+def test_a_backward_in_eval_mode_is_told_so() -> None:
+    compiled = fxremat.compile(Net().eval(), mem="80%", **FAST)
+    with pytest.warns(UserWarning, match=r"get gradients in eval mode, .* Call model\.train\(\)"):
+        compiled(rows()).sum().backward()
+    assert compiled.plan is None

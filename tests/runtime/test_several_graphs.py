@@ -859,3 +859,26 @@ def test_a_loss_outside_that_reads_what_the_model_s_own_did_not_is_counted(alone
     assert measured <= ours.plan.budget
     if alone:
         assert ours.plan.predicted_peak <= 1.02 * measured, "nothing is set aside for a loss outside"
+
+
+class Depths(nn.Module):
+    """Leaves layers out at random, in a loop whose body is no function: nothing of it is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if random.random() < 0.1:
+                continue
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+def test_of_a_model_without_graphs_only_one_thing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = fxremat.compile(Depths(), mem="80%")
+    with caplog.at_level(logging.WARNING), pytest.warns(UserWarning, match="no part of Depths could be captured"):
+        compiled(rows()).backward()
+    assert "is trained as several graphs" not in caplog.text
