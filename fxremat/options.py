@@ -178,6 +178,8 @@ class Options:
     strict: bool | None = field(default=None, repr=False)
     # memory of the loss outside the model, measured during steps. Set internally.
     loss_seen: SeenLoss | None = field(default=None, repr=False)
+    # number of backwards of a call that ran with retain_graph=True. Set internally.
+    retained: int = field(default=0, repr=False)
     # what `device_mem` leaves for a step, once that is known. Set internally.
     division: Division | None = field(default=None, repr=False)
     # the means that were tried before weights may be on the host. Set internally.
@@ -326,6 +328,12 @@ class Options:
         if self.compress:
             return f"compress={self.compress!r}"
         return "" if self.measures else "an estimate"
+
+    @property
+    def plans_for_retaining(self) -> bool:
+        """True if plans can have room for backwards with retain_graph=True: those of single ops, without copies."""
+        hosts = self.host is not None or self.may_offload or self.hosts_weights
+        return not (hosts or self.compiles or self.counts_reserved or self.plan)
 
     @property
     def may_change(self) -> bool | None:
@@ -539,7 +547,7 @@ class Options:
 
 
 # fields that are set internally, not by users
-HIDDEN = ("loss_seen", "strict", "as_captured", "pure", "division", "tried")
+HIDDEN = ("loss_seen", "retained", "strict", "as_captured", "pure", "division", "tried")
 NAMES = tuple(field.name for field in fields(Options) if field.init and field.name not in HIDDEN)
 DECIDING_ON_KERNELS = ("exact", "costs", "count", "offload", "solver")  # where `backend` is None: see `exact`
 RENAMED = {  # option of an earlier version -> what to write now

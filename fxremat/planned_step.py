@@ -26,7 +26,7 @@ from fxremat.search.floor import loss_bytes
 from fxremat.search.lower_bound import lower_bound
 from fxremat.slices.rewrite import SlicedRegion, Slicing
 from fxremat.step.costs import Costs, Link, apart
-from fxremat.step.liveness import Memory, live_bytes
+from fxremat.step.liveness import Memory, live_bytes, retained_peak
 from fxremat.step.program import Program
 from fxremat.step.reserved import AllocatorState
 from fxremat.step.step_graph import StepGraph
@@ -140,6 +140,7 @@ class PlannedStep:
     environment: Mapping[str, Any] | None = None  # device, versions and settings of a plan read from a file; else None
     saved_as: str = ""  # path of the file that the plan was read from; "": it was not read from a file
     assumed: str = ""  # what was assumed about the device that costs were estimated for
+    retained: int = 0  # number of backwards of a call that the plan has room for, besides the last: `retained_peak`
     # PyTorch's caching allocator when the plan was made; None: the device has none, or the plan is from a file
     allocator: AllocatorState | None = None
 
@@ -163,6 +164,8 @@ class PlannedStep:
     @property
     def predicted_peak(self) -> int:
         """Predicted peak in bytes, exact except for the allocator's rounding."""
+        if self.retained:
+            return retained_peak(self.program, self.costs.sizes, self.retained)
         return max(self.running.chosen.peak, self.weights.step_bytes if self.weights else 0)
 
     @cached_property
@@ -185,7 +188,14 @@ class PlannedStep:
     @property
     def keep_all_peak(self) -> int:
         """Peak bytes of the step without any recomputation, which budgets in percent refer to."""
-        return self.weights.keep_all_peak if self.weights else self.alternatives.keep_all.peak
+        if self.weights:
+            return self.weights.keep_all_peak
+        return self._peak_of(self.alternatives.keep_all)
+
+    def _peak_of(self, candidate: Candidate) -> int:
+        if not self.retained:
+            return candidate.peak
+        return retained_peak(candidate.program(), self.costs.sizes, self.retained)
 
     @property
     def keep_all_time(self) -> float:
@@ -208,6 +218,8 @@ class PlannedStep:
         """Smallest budget, in bytes, that any program tried for this plan needs."""
         if self.weights:
             return self.weights.minimum
+        if self.retained:
+            return min(map(self._peak_of, self.alternatives.candidates))
         return min(self.alternatives.minimum, self.running.chosen.peak)
 
     @property
@@ -295,7 +307,7 @@ class PlannedStep:
     def peak_without_copies(self) -> int:
         """Return the predicted peak in bytes if gradients that a loss outside hands in are not copied."""
         costs, _ = apart_from_copies(self.running.captured, self.running.costs)
-        return live_bytes(self.program, costs.sizes).peak
+        return retained_peak(self.program, costs.sizes, self.retained)
 
     @cached_property
     def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:

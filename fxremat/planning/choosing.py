@@ -33,6 +33,7 @@ from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.floor import floor_of
 from fxremat.step.caching_allocator import LARGE_SEGMENT, SMALL_SEGMENT
 from fxremat.step.costs import Costs, Link
+from fxremat.step.liveness import retained_peak
 from fxremat.step.reserved import AllocatorState
 from fxremat.transfers.network import communicates, with_overlap
 from fxremat.transfers.offloading import with_offloading, with_schedules
@@ -96,11 +97,34 @@ def _fastest(survey: Survey, options: Options, allocator: AllocatorState | None 
     """
     if survey.limit.reserving:
         return _fastest_reserving(survey, allocator)
+    if options.retained:
+        return _fastest_retaining(survey, options.retained)
     try:
         return survey.frontier.within(survey.limit.bytes)
     except BudgetTooSmall as error:
         reason = str(floor_of(survey.frontier.candidates[-1].program(), survey.costs))
         raise survey.limit.explained(error, reason) from None
+
+
+def _fastest_retaining(survey: Survey, retained: int) -> Candidate:
+    """Return the fastest candidate that fits if its backward runs several times.
+
+    Args:
+        retained: number of backwards of a call that run with retain_graph=True.
+
+    Raises:
+        BudgetTooSmall: there is none; `.minimum` is the least budget for which there is one.
+    """
+    sizes, limit = survey.costs.sizes, survey.limit.bytes
+    candidates = sorted({*survey.frontier.candidates, *survey.begun}, key=lambda each: (each.time, each.peak))
+    least = None
+    for candidate in candidates:
+        peak = retained_peak(candidate.program(), sizes, retained)
+        if peak <= limit:
+            return candidate
+        least = peak if least is None else min(least, peak)
+    note = "retain_graph=True keeps what one backward has read for the next; one backward of the sum of losses does not"
+    raise survey.limit.explained(BudgetTooSmall(minimum=least or 0, budget=limit, note=note))
 
 
 def _fastest_reserving(survey: Survey, allocator: AllocatorState | None) -> Candidate:
@@ -159,6 +183,7 @@ def plan_of(
         device=str(target) if target else device_name(device_of(graph)),
         assumed="; ".join(filter(None, assumed)),
         on_device=_memory(graph, options),
+        retained=options.retained,
         timed="measured" if options.measures else "estimated",
         **({"allocator": allocator_at(graph, options)} | further),
     )

@@ -33,6 +33,7 @@ from fxremat.search.replan import judged_again
 from fxremat.search.survey import kept, order_within, survey
 from fxremat.slices.rewrite import SlicedJoint
 from fxremat.step.costs import Costs
+from fxremat.step.liveness import retained_peak
 from fxremat.transfers.network import beside_ops, communicates
 from fxremat.transfers.weight_updates import resident_peak
 from fxremat.units import Percent
@@ -105,7 +106,7 @@ def surveyed(
     else:
         costs = assumed_facts(step.graph, options, rate or 1.0)
     frontier, begun = _frontier(step, costs, options, limit)
-    limit = limit.of(partial(keep_all_of, step, costs, frontier))
+    limit = limit.of(partial(keep_all_of, step, costs, frontier, retained=options.retained))
     return Survey(
         step=step,
         costs=costs,
@@ -130,15 +131,19 @@ def kept_alone(step: Step, options: Options, limit: Limit, rate: float = 1.0) ->
     else:
         costs = assumed_facts(step.graph, options, rate)
     frontier = kept(step.graph, costs)
-    limit = limit.of(partial(keep_all_of, step, costs, frontier))
+    limit = limit.of(partial(keep_all_of, step, costs, frontier, retained=options.retained))
     return Survey(step=step, costs=costs, frontier=frontier, limit=limit)
 
 
-def keep_all_of(step: Step, costs: Costs, frontier: Frontier) -> int:
+def keep_all_of(step: Step, costs: Costs, frontier: Frontier, *, retained: int = 0) -> int:
     """Return the peak in bytes without recomputation; it includes weights that the step updates, with optimizer state.
+
+    Args:
+        retained: number of backwards of a call that run with retain_graph=True.
     """
     if step.trained is None:
-        return frontier.keep_all.peak
+        kept_all = frontier.keep_all
+        return retained_peak(kept_all.program(), costs.sizes, retained) if retained else kept_all.peak
     costs = with_own_sizes(step.graph, costs)
     trained = step.trained
     units = units_of(step.graph, trained.optimizer, costs, numbers=trained.numbers, later=trained.weights.later)

@@ -16,7 +16,6 @@ Such a step has no budget. All others run as planned.
 
 from __future__ import annotations
 
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -31,9 +30,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fxremat.errors import CaptureError
 from fxremat.ops.random import devices_of
 from fxremat.runtime.call_state import CallState
-from fxremat.torch_private import any_batched, backward_keeps_graph, is_compiled_backward, versions_of
-
-log = logging.getLogger(__name__)
+from fxremat.torch_private import (
+    any_batched,
+    backward_keeps_graph,
+    backward_task,
+    is_compiled_backward,
+    versions_of,
+)
 
 Step = Callable[..., Sequence[Any]]
 
@@ -43,9 +46,11 @@ UNPLANNED = (
 DOUBLE = "gradients of gradients (create_graph=True)"
 BATCHED = "several gradients at once (is_grads_batched=True)"
 KEEPING = (
-    "a backward with retain_graph=True keeps what plans free as it runs: such a step may take up to the saved values "
-    "more than its budget. One backward of the sum of the losses, or gradients of outputs alone, take no more"
+    "a backward with retain_graph=True keeps what plans free as it runs: %s. One backward of the sum of the losses, or "
+    "gradients of outputs alone, take no more"
 )
+EXCEEDING = KEEPING % "such a step may take up to the saved values more than its budget"
+FOLLOWED = KEEPING % "the next call plans for that"
 REFUSED = (
     "backward asks for {what}, for which the step runs again as plain PyTorch, but {reason}; use the uncompiled model "
     "for that"
@@ -68,12 +73,20 @@ class TwiceDifferentiable:
         plain: the graph that it was compiled from.
         rerun: whether and how that graph can run again.
         tell: called before it runs again.
+        keeps: called with 1 once a backward has kept the graph, and with 2 once two of the same call have.
     """
 
-    def __init__(self, step: Step, plain: Step, rerun: Rerun, tell: Callable[[], None]) -> None:
-        self._step, self.plain, self.rerun, self.tell = step, plain, rerun, tell
+    def __init__(
+        self,
+        step: Step,
+        plain: Step,
+        rerun: Rerun,
+        tell: Callable[[], None],
+        keeps: Callable[[int], None],
+    ) -> None:
+        self._step, self.plain, self.rerun, self.tell, self.keeps = step, plain, rerun, tell, keeps
         self.warned = False
-        self.told_of_keeping = False  # True once the log said that a backward keeps what plans free
+        self.kept = 0  # number of backwards of one call that have kept what plans free, 2 at most
         self.devices: set[torch.device] = set()  # of the inputs, which are the same in each call
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
@@ -88,6 +101,7 @@ class TwiceDifferentiable:
             for position, output in trained:
                 output.register_hook(partial(call.take, position))
         return outputs
+
 
 
 def compiled_node(nodes: Iterable[Any]) -> Any:
@@ -118,6 +132,7 @@ class _Call:
         self.node: Callable[[], Any] = lambda: None  # weak reference to the autograd node of the step
         self._hook: Any = None  # hook on that node, set when the first gradient of an output arrives
         self.batched = False  # True if the gradients of the outputs are several each
+        self.keeping: set[int] = set()  # the backwards that have kept the graph
         self.tangents: dict[int, Tensor] = {}  # position of an output -> its gradient
 
     def connect(self, node: Any, inputs: Sequence[Any]) -> None:
@@ -134,9 +149,11 @@ class _Call:
         """Store the gradient of an output, if the backward has `create_graph=True` or `is_grads_batched=True`."""
         batched = any_batched([gradient])
         if not (torch.is_grad_enabled() or batched):
-            if not self.step.told_of_keeping and backward_keeps_graph():
-                self.step.told_of_keeping = True
-                log.warning(KEEPING)
+            if self.step.kept < 2 and backward_keeps_graph():
+                self.keeping.add(backward_task())
+                if len(self.keeping) > self.step.kept:
+                    self.step.kept += 1
+                    self.step.keeps(self.step.kept)
             return
         self.batched |= batched
         if not self.tangents:  # set only now, since a hook keeps the gradients of all outputs alive during the backward

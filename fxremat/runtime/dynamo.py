@@ -74,7 +74,7 @@ from fxremat.runtime.called_graph import CalledGraph
 from fxremat.runtime.capture_errors import refuse_without_gradients
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.devices import check_devices
-from fxremat.runtime.double_backward import Rerun, TwiceDifferentiable
+from fxremat.runtime.double_backward import EXCEEDING, FOLLOWED, Rerun, TwiceDifferentiable
 from fxremat.runtime.loss_meter import LossMeter, MeasuredLoss
 from fxremat.runtime.ranks import ranks_of
 from fxremat.runtime.real_layouts import real_layouts
@@ -276,7 +276,7 @@ class Backend:
                 self.captured_again += 1
         rerun, self._rerun = self._rerun, None
         if rerun is not None:
-            compiled = TwiceDifferentiable(compiled, module, rerun, self._unplanned)
+            compiled = TwiceDifferentiable(compiled, module, rerun, self._unplanned, self._plan_for_retaining)
         if self.coordinator is None:
             stepping = self.options.stepping is not None
             compiled = LossMeter(compiled, trained, self._take_loss, stepping=stepping)
@@ -604,6 +604,19 @@ class Backend:
         """Record that a backward runs ops that no plan contains."""
         if self.coordinator is not None:
             self.coordinator.ignore_step()
+
+    def _plan_for_retaining(self, backwards: int) -> None:
+        """Plan at the next call for so many backwards of a call with retain_graph=True, if plans of this step can."""
+        known = self.options.retained
+        if known >= backwards:
+            return
+        fixed = self.coordinator is None and not any(p.sizes or communicates(p.graph) for p in self.plans)
+        if fixed and self.options.plans_for_retaining:
+            if not known:
+                log.warning(FOLLOWED)
+            self.options, self.outdated = replace(self.options, retained=backwards), True
+        elif backwards == 1:
+            log.warning(EXCEEDING)
 
     def _rerun_of(self, joint: Captured) -> Rerun:
         refusal = "" if runs_again(joint) else "it reads an input that it overwrites"

@@ -118,6 +118,26 @@ def last_uses(steps: Sequence[Step | Transfer], versions: int) -> list[int]:
     return last
 
 
+def retained_peak(program: Program, sizes: Sizes, retained: int) -> int:
+    """Return the peak in bytes of a step whose backward runs several times. O(steps).
+
+    While more of them are to come, autograd keeps what the forward saved for it; gradients of the first stay.
+
+    Args:
+        retained: how many of them keep the graph, which the last may do, too; 0: there is one, which does not.
+    """
+    alone = live_bytes(program, sizes)
+    if not retained:
+        return alone.peak
+    graph, last = program.layout.graph, last_uses(program.steps, len(program.version_of))
+    forward = (version for step in program.steps[: program.split] for version in step.writes)
+    saved = [program.version_of[version] for version in forward if last[version] >= program.split]
+    keeping = live_bytes(program, sizes, kept=saved)
+    gradients = sum(sizes.values[value] for value in graph.returned)
+    later = (keeping if retained > 1 else alone).during[program.split :]
+    return max(keeping.peak, gradients + max(later, default=0))
+
+
 def lives(
     program: Program,
     sizes: Sizes,

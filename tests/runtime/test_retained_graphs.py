@@ -1,0 +1,91 @@
+"""Backwards with retain_graph=True: from the second step on plans have room for what autograd then keeps."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from benchmarks.meter import peak_bytes
+from fxremat.settings import Search
+from tests.training import gradients_of, unequal
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+FAST: Any = {"search": Search(seconds=0.0, slots=100)}
+
+
+class TwoTasks(nn.Module):
+    """Returns two losses of one trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(64, 64), nn.GELU())))
+        self.first, self.second = nn.Linear(64, 8), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.trunk(x)
+        return self.first(x).square().mean(), self.second(x).abs().mean()
+
+
+def backward_of_each(model: Any, x: Tensor) -> None:
+    first, second = model(x)
+    first.backward(retain_graph=True)
+    second.backward()
+
+
+def gradients_of_each(model: Any, x: Tensor) -> None:
+    """As methods that weigh tasks by the norms of their gradients do it."""
+    losses = model(x)
+    each = [torch.autograd.grad(loss, [*model.parameters()], retain_graph=True, allow_unused=True) for loss in losses]
+    for parameter, *found in zip(model.parameters(), *each, strict=True):
+        parameter.grad = sum(gradient for gradient in found if gradient is not None)
+
+
+@pytest.mark.parametrize("mem", ["100%", "60%", "min"])
+@pytest.mark.parametrize("train", [backward_of_each, gradients_of_each])
+def test_the_budget_holds_from_the_second_step_on(train: Any, mem: str, caplog: pytest.LogCaptureFixture) -> None:
+    plain, x = TwoTasks(), torch.randn(512, 64)
+    compiled = fxremat.compile(copy.deepcopy(plain), mem=mem, **FAST)
+    with caplog.at_level(logging.WARNING, logger="fxremat"):
+        for _ in range(3):
+            for model in (plain, compiled):
+                model.zero_grad()
+                train(model, x)
+            assert not unequal(gradients_of(compiled), gradients_of(plain))
+    assert [text.partition(". ")[0] for text in caplog.messages] == [
+        "a backward with retain_graph=True keeps what plans free as it runs: the next call plans for that"
+    ]
+    compiled.zero_grad()
+    peak = peak_bytes(lambda: train(compiled, x))
+    assert peak <= compiled.plan.predicted_peak <= compiled.plan.budget
+    assert compiled.plan.predicted_peak <= 1.02 * peak
+    assert len(compiled.fxremat.plans) == 2
+
+
+def test_a_budget_that_two_backwards_do_not_fit_in_is_refused_with_numbers() -> None:
+    x = torch.randn(512, 64)
+    least = fxremat.plan(TwoTasks(), (x,), mem="min", **FAST).minimum
+    compiled = fxremat.compile(TwoTasks(), mem=least, **FAST)
+    backward_of_each(compiled, x)
+    with pytest.raises(fxremat.BudgetTooSmall, match="one backward of the sum of losses does not") as caught:
+        compiled(x)
+    enough = fxremat.compile(TwoTasks(), mem=caught.value.minimum, **FAST)
+    for _ in range(3):
+        enough.zero_grad()
+        backward_of_each(enough, x)
+    enough.zero_grad()
+    assert peak_bytes(lambda: backward_of_each(enough, x)) <= caught.value.minimum
+
+
+@pytest.mark.parametrize("options", [{"offload": True}, {"dynamic": True}], ids=str)
+def test_plans_that_cannot_have_room_for_it_say_so(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    compiled, x = fxremat.compile(TwoTasks(), mem="100%", **FAST, **options), torch.randn(512, 64)
+    with caplog.at_level(logging.WARNING, logger="fxremat"):
+        for _ in range(2):
+            backward_of_each(compiled, x)
+    assert caplog.text.count("such a step may take up to the saved values more than its budget") == 1
