@@ -45,6 +45,7 @@ from fxremat.host.default import default_tier
 from fxremat.ops.parameters import Weights
 from fxremat.ops.recurrent import lending
 from fxremat.options import Options, SeenLoss, options_of
+from fxremat.passes.masked_writes import masked_writes_as_ops
 from fxremat.passes.numbers import refuse_symbols
 from fxremat.passes.pipelines import PIPELINES, normalize
 from fxremat.passes.recurrent import recurrent_as_ops
@@ -213,6 +214,7 @@ class Backend:
         """Return a compiled function for a captured graph. Raises `CaptureError` for sizes that depend on data."""
         inline_regions(module)
         recurrent_as_ops(module.graph)
+        masked_writes_as_ops(module.graph)
         copy_assigned_data(module.graph)
         checks = unmark(module.graph, self.input_names)
         outputs = auxiliary_outputs_of(module)
