@@ -220,6 +220,8 @@ class Call:
     # tensors saved for the backward; None: dropped, so that the forward has to run again
     saved: list[Any] | None = None
     own: int = 0  # bytes of the saved tensors
+    # bytes that its backward is known to allocate; None: unknown, since its forward ran again
+    known_need: int | None = None
     differentiated: bool = False  # True once the backward of this call has begun
     token: int = field(default_factory=lambda: next(_tokens))
     # the `id` of each parameter that this call reads; filled only in measured steps

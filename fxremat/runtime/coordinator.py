@@ -370,6 +370,7 @@ class Coordinator:
         else:
             self._make_room(step, node.back, node.backward(call.program, added), node, call)
             emitted, saved = call.emitted, list(call.saved)
+            call.known_need = node.backward(call.program, added) - node.excess
         given = [(storage_watch(x), x.nbytes) for x in tangents if isinstance(x, torch.Tensor)] if step.measured else []
         if not again:
             call.free()
@@ -469,7 +470,7 @@ def _need_again(call: Call, added: frozenset[int], program: CallProgram) -> int:
 def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:
     """Return the numbers measured for each call of a step, and whether all of them are exact."""
     numbers: dict[Node, Numbers] = {}
-    spared = step.spared
+    spared, known = step.spared, {call.node: call.known_need for call in step.calls}
     exact = step.moments[-1].kind == "end"
     for moment, following in zip(step.moments, [*step.moments[1:], None], strict=True):
         level = moment.border.level
@@ -481,6 +482,9 @@ def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:
             here["before"] = level - moment.saved
         elif moment.kind == "backward":
             here["back"] = level - moment.saved + spared[moment.node][0]
+            peak = following.border.peak if following is not None else None
+            if peak is not None and (need := known[moment.node]) is not None:
+                here["excess"] = max(0, peak - level - need)
         elif following is not None and following.border.level is not None:
             peak = following.border.peak
             exact &= peak is not None

@@ -64,6 +64,7 @@ class Node:
     # inputs that only this call keeps alive when its backward begins; None: unknown
     freed: frozenset[int] | None = None
     shared: int = 0  # bytes of the gradients of this call's outputs that others keep alive until its backward has ended
+    excess: int = 0  # most bytes that this call's backward was measured to allocate beyond all that is known of it
     strided: bool = False  # True if a gradient of this call's outputs arrived with other strides than were traced
     measured: bool = False  # False: the numbers are assumptions, and no step has measured them yet
     # outputs of this call that were alive when its backward began; the measured bytes include them
@@ -117,7 +118,7 @@ class Node:
             made = program.backward + program.copies
         else:
             made = program.backward_adding(self.added if added is None else added)
-        return max(0, made + self.shared - freed)
+        return max(0, made + self.shared - freed) + self.excess
 
     def chosen(self, saved: int, mem: int) -> CallProgram | None:
         """Return the program planned for `mem` bytes if earlier calls saved `saved` bytes; None if there is none."""

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.search.call_programs import CallProgram
 from fxremat.settings import Search
 from fxremat.torch_private import AllocationRecord, YieldingRecord, is_profiled
 
@@ -171,3 +172,19 @@ def test_a_program_that_ends_before_the_backward_prints_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, check=True)
     assert "Leaked" not in done.stderr
     assert done.stdout == ""
+
+
+def test_what_a_backward_takes_beyond_its_prediction_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = CallProgram.backward_adding
+    monkeypatch.setattr(CallProgram, "backward_adding", lambda self, added: known(self, added) // 2)
+    x = torch.randn(ROWS, 64)
+    compiled = fxremat.compile(InTwoGraphs(), mem="min", **FAST)
+
+    def step() -> None:
+        compiled(x).square().mean().backward()
+
+    for _ in range(5):
+        step()
+        compiled.zero_grad()
+    peak = peak_bytes(step)
+    assert peak <= compiled.plan.predicted_peak <= compiled.plan.budget
