@@ -847,7 +847,8 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     `skip_nnmodule_hook_guards`   off: a hook that is registered later is noticed
     `optimize_ddp`                off: DistributedDataParallel does not split the graph by its buckets
     `use_numpy_random_stream`     on: random numbers of NumPy are NumPy's, not torch's; their calls end a graph
-    `allow_unspec_int_on_nn_module`  on: integers that a module counts become inputs once they have changed
+    `allow_unspec_int_on_nn_module`  on: integers that a module counts become inputs once they have changed; if all
+                                  sizes are symbolic, every integer would be one
     `trace_autograd_ops`          on: `torch.autograd.grad` inside of forward
     `allow_rnn`                   on: nn.RNN, nn.GRU and nn.LSTM are traced, which `passes/recurrent.py` makes ops
     """
@@ -863,7 +864,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
         "skip_nnmodule_hook_guards": False,
         "optimize_ddp": False,
         "use_numpy_random_stream": True,
-        "allow_unspec_int_on_nn_module": True,
+        "allow_unspec_int_on_nn_module": dynamic is not True,
         "trace_autograd_ops": True,
         "allow_rnn": True,
         "ignore_logger_methods": (ignored := logging_functions()),

@@ -491,9 +491,9 @@ class Backend:
         warn_of_fixed(self.options, reason)
 
     @property
-    def takes_sizes_as_fixed(self) -> bool:
-        """True if each combination of input sizes is captured separately."""
-        return self._fixed or self.options.may_change is False
+    def takes_numbers_as_fixed(self) -> bool:
+        """True if a graph is captured for each value of an integer that a module has as attribute."""
+        return self._fixed or self.options.may_change is not None
 
     def _warn_of_many(self, seconds: float) -> None:
         """Warn once, after `MANY_SIZES` combinations of input sizes, what each further one will cost."""
@@ -896,11 +896,11 @@ class _FixedStep:
             nonlocal was_traced
             if weights is None and any_batched(arguments[-given:]):
                 return [_zeros(node) for node in outputs]  # a hook replaces them: see `double_backward`
+            unused = unused_outputs()
             as_traced = not any(map(operator.ne, map(layout_of, arguments[-given:]), traced))
-            if as_traced != was_traced:
+            if as_traced != was_traced and not unused:  # instead of gradients that are missing there are zeros
                 was_traced = as_traced
                 self.take_layouts(as_traced)
-            unused = unused_outputs()
             if weights is None:
                 return without(run(arguments), needs, unused)
             weights.begin()

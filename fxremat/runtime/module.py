@@ -793,7 +793,7 @@ def _forward_once(module: Any, training: _Training, args: tuple[Any, ...], kwarg
         on_device = weights.seen_on_the_device() if weights else contextlib.nullcontext()
         with on_device, _gathering(module, training):
             outputs = _run(training, args, kwargs)
-            training.changing.look(training.model, backend.captured_again, fixed=backend.takes_sizes_as_fixed)
+            training.changing.look(training.model, backend.captured_again, fixed=backend.takes_numbers_as_fixed)
             if training.shared is not None:
                 training.shared.before_backward_of(_tensors(outputs))
     except Exception as error:

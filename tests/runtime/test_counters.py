@@ -83,7 +83,7 @@ def test_a_counter_is_captured_at_two_values_and_then_for_all(make: type[Countin
     assert captures[3] == captures[-1]
 
 
-@pytest.mark.parametrize("options", [{"dynamic": False}, {"offload": True}], ids=str)
+@pytest.mark.parametrize("options", [{"dynamic": False}, {"dynamic": True}, {"offload": True}], ids=str)
 def test_where_numbers_are_fixed_a_warning_names_the_counter(
     options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
