@@ -132,7 +132,8 @@ class _Call:
         self.node: Callable[[], Any] = lambda: None  # weak reference to the autograd node of the step
         self._hook: Any = None  # hook on that node, set when the first gradient of an output arrives
         self.batched = False  # True if the gradients of the outputs are several each
-        self.keeping: set[int] = set()  # the backwards that have kept the graph
+        self._seen: set[int] = set()  # the backwards with retain_graph=True that have reached an output
+        self._kept = 0  # number of those that have run the step's backward
         self.tangents: dict[int, Tensor] = {}  # position of an output -> its gradient
 
     def connect(self, node: Any, inputs: Sequence[Any]) -> None:
@@ -149,16 +150,31 @@ class _Call:
         """Store the gradient of an output, if the backward has `create_graph=True` or `is_grads_batched=True`."""
         batched = any_batched([gradient])
         if not (torch.is_grad_enabled() or batched):
-            if self.step.kept < 2 and backward_keeps_graph():
-                self.keeping.add(backward_task())
-                if len(self.keeping) > self.step.kept:
-                    self.step.kept += 1
-                    self.step.keeps(self.step.kept)
+            if self.step.kept < 2 and backward_keeps_graph() and backward_task() not in self._seen:
+                self._seen.add(backward_task())
+                self._count_if_it_runs(backward_task())
             return
         self.batched |= batched
         if not self.tangents:  # set only now, since a hook keeps the gradients of all outputs alive during the backward
             self._hook = self.node().register_hook(self._differentiable)
         self.tangents[position] = gradient
+
+    def _count_if_it_runs(self, task: int) -> None:
+        """Count a backward with retain_graph=True once the step's own backward runs in it: it may end at the outputs.
+
+        Args:
+            task: the number of the backward.
+        """
+
+        def has_run(*_: object) -> None:
+            hook.remove()
+            if backward_task() == task:
+                self._kept += 1
+                if self._kept > self.step.kept:
+                    self.step.kept = self._kept
+                    self.step.keeps(self._kept)
+
+        hook = self.node().register_hook(has_run)
 
     def _differentiable(self, _: Sequence[Tensor | None], __: Sequence[Any]) -> Sequence[Tensor | None]:
         """Return gradients that autograd can differentiate, to replace the planned ones.

@@ -342,8 +342,9 @@ class Backend:
         peak = planned if loss.peak is None else loss.peak if loss.exact else max(loss.peak, planned)
         predicted = plan.peak_with_loss(peak, stays)
         exceeds = predicted > plan.budget
-        more = exceeds or predicted > GAIN * plan.predicted_peak
-        less = loss.exact and shares == 1 and self.options.loss_outside.size is None
+        free = self.options.plan is None  # else the plan is a saved one, which only a budget that is exceeded replaces
+        more = exceeds or (free and predicted > GAIN * plan.predicted_peak)
+        less = free and loss.exact and shares == 1 and self.options.loss_outside.size is None
         less = less and _would_gain(plan, planned - peak)
         if not (more or less):
             return

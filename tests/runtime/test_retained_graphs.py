@@ -89,3 +89,15 @@ def test_plans_that_cannot_have_room_for_it_say_so(options: dict[str, Any], capl
         for _ in range(2):
             backward_of_each(compiled, x)
     assert caplog.text.count("such a step may take up to the saved values more than its budget") == 1
+
+
+def test_gradients_of_outputs_alone_are_no_reason_to_plan_again(caplog: pytest.LogCaptureFixture) -> None:
+    compiled, x = fxremat.compile(TwoTasks(), mem="100%", **FAST), torch.randn(512, 64)
+    with caplog.at_level(logging.WARNING, logger="fxremat"):
+        for _ in range(3):
+            losses = compiled(x)
+            loss = losses[0] + losses[1]
+            weights = torch.autograd.grad(loss.square(), losses, retain_graph=True)
+            (loss * weights[0]).backward()
+    assert not caplog.messages
+    assert len(compiled.fxremat.plans) == 1
