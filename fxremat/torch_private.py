@@ -214,6 +214,9 @@ def is_compiled_backward(node: Any) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
+UNKNOWN_LINE = "an unknown line"  # where dynamo does not tell where it stopped
+
+
 def graph_break_after(module: fx.GraphModule) -> str | None:
     """Return the line where dynamo broke the graph after this part, as `file:line in function: code`, or None.
 
@@ -223,7 +226,7 @@ def graph_break_after(module: fx.GraphModule) -> str | None:
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    return _place(reason.user_stack) or "an unknown line"
+    return _place(reason.user_stack) or UNKNOWN_LINE
 
 
 INTERPOLATIONS = (
@@ -1014,7 +1017,7 @@ def graph_break_place(error: BaseException) -> str | None:
 
     if not isinstance(error, exc.TorchDynamoException):
         return None
-    return _place(getattr(error, "real_stack", None) or []) or "an unknown line"
+    return _place(getattr(error, "real_stack", None) or []) or UNKNOWN_LINE
 
 
 def _place(stack: Iterable[Any]) -> str | None:

@@ -63,6 +63,7 @@ from fxremat.runtime.transformers_hooks import (
 from fxremat.runtime.trial import Buffers, try_steps
 from fxremat.runtime.varying import by_name, mark, positional
 from fxremat.torch_private import (
+    UNKNOWN_LINE,
     among_ranks,
     backend_failure,
     children_of,
@@ -208,7 +209,7 @@ class _Training:
         if not isinstance(clear, CaptureError):
             raise error
         place = graph_break_place(error) if backend_failure(error) is None else None  # else the error says more
-        where = clear.place or place or ""
+        where = clear.place or ("" if place is None or place == UNKNOWN_LINE else place)
         self._coordinate(where)
         self.broken_by = f"tracing stops at {where}" if where else str(clear)
 

@@ -170,6 +170,13 @@ def test_forces_that_the_model_computes_itself() -> None:
         assert differences(*both) == []
 
 
+def test_where_dynamo_names_no_line_the_log_says_what_it_names(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fxremat"):
+        fxremat.compile(Forces(), mem="100%", search=QUICK)(rows()).backward()
+    (told,) = [text for text in caplog.messages if "is trained as several graphs" in text]
+    assert "returning intermediate with requires_grad_()" in told
+
+
 @pytest.mark.filterwarnings("ignore:the backward asks for gradients of gradients")
 def test_a_backward_that_may_run_again_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     ours, plain = twins(Critic())
