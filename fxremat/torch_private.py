@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import itertools
 import math
 import os
 import re
 import sys
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -1096,15 +1098,19 @@ class YieldingRecord:
 
     A thread has one profiler at a time, and a second one raises. So fxremat's own ask `is_profiled` before, and those
     of a user pass `_prepare_profiler` or `_enable_profiler` of `torch.autograd.profiler` (torch 2.11, 2.13), which are
-    replaced while there are such records. One that begins another of them loses the first.
+    replaced while there are such records. One that begins another of them loses the first. After a minute it is lost,
+    too, since it grows with each op; Python's garbage collector gives the occasion.
     """
 
+    most_seconds: ClassVar[float] = 60.0
     _of_thread: ClassVar[dict[int, YieldingRecord]] = {}
     _replaced: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __init__(self) -> None:
         self._record, self._thread, self._is_lost = AllocationRecord(), threading.get_ident(), False
         self._of_thread[self._thread] = self
+        self._began = time.monotonic()
+        gc.callbacks.append(self._look_at_clock)
         atexit.register(self.give_way)  # torch warns of a profiler that runs at the end of the process
         for name in () if self._replaced else ("_prepare_profiler", "_enable_profiler"):
             self._replaced[name] = getattr(torch.autograd.profiler, name)
@@ -1127,10 +1133,15 @@ class YieldingRecord:
             return None
         del self._of_thread[self._thread]
         atexit.unregister(self.give_way)
+        gc.callbacks.remove(self._look_at_clock)
         changes = self._record.stop()
         while self._replaced and not self._of_thread:
             setattr(torch.autograd.profiler, *self._replaced.popitem())
         return None if lost else changes
+
+    def _look_at_clock(self, phase: str, _: object) -> None:
+        if phase == "stop" and time.monotonic() - self._began > self.most_seconds:
+            self.stop()
 
     @classmethod
     def _instead(cls, name: str, *args: Any, **kwargs: Any) -> Any:

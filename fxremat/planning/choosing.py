@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 # bytes that a budget of reserved bytes leaves free: a segment of each pool, since an op may allocate its workspace in
 # parts, or in another order than is assumed
 SPARE = SMALL_SEGMENT + LARGE_SEGMENT
+RETAINED = "with retain_graph=True the step takes %d bytes, and %d are allowed: no schedule fits"
 
 
 def chosen(survey: Survey, options: Options) -> Plan:
@@ -74,7 +75,10 @@ def _chosen(survey: Survey, options: Options, allocator: AllocatorState | None) 
         return _plan_with_offloading(survey, options)
     best = _fastest(survey, options, allocator)
     further = {"allocator": allocator, "reserving": survey.limit.reserving}
-    return plan_of(best, survey.frontier, survey.costs, survey.limit.bytes, options, **further)
+    made = plan_of(best, survey.frontier, survey.costs, survey.limit.bytes, options, **further)
+    if options.retained and made.predicted_peak > made.budget:
+        log.warning(RETAINED, made.predicted_peak, made.budget)
+    return made
 
 
 def _calibrated(survey: Survey, options: Options, allocator: AllocatorState | None) -> Survey:
@@ -107,24 +111,27 @@ def _fastest(survey: Survey, options: Options, allocator: AllocatorState | None 
 
 
 def _fastest_retaining(survey: Survey, retained: int) -> Candidate:
-    """Return the fastest candidate that fits if its backward runs several times.
+    """Return the fastest candidate that fits if its backward runs several times; else the one that needs least then.
+
+    A budget that holds for one backward goes on to be accepted.
 
     Args:
         retained: number of backwards of a call that run with retain_graph=True.
 
     Raises:
-        BudgetTooSmall: there is none; `.minimum` is the least budget for which there is one.
+        BudgetTooSmall: not even one backward fits; `.minimum` is the least budget in which several do.
     """
     sizes, limit = survey.costs.sizes, survey.limit.bytes
     candidates = sorted({*survey.frontier.candidates, *survey.begun}, key=lambda each: (each.time, each.peak))
-    least = None
+    peaks = list[int]()
     for candidate in candidates:
-        peak = retained_peak(candidate.program(), sizes, retained)
-        if peak <= limit:
+        peaks.append(retained_peak(candidate.program(), sizes, retained))
+        if peaks[-1] <= limit:
             return candidate
-        least = peak if least is None else min(least, peak)
-    note = "retain_graph=True keeps what one backward has read for the next; one backward of the sum of losses does not"
-    raise survey.limit.explained(BudgetTooSmall(minimum=least or 0, budget=limit, note=note))
+    least = min(peaks)
+    if survey.frontier.minimum > limit:
+        raise survey.limit.explained(BudgetTooSmall(minimum=least, budget=limit, note="that is with retain_graph=True"))
+    return candidates[peaks.index(least)]
 
 
 def _fastest_reserving(survey: Survey, allocator: AllocatorState | None) -> Candidate:

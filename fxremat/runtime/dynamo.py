@@ -341,7 +341,7 @@ class Backend:
         stays = loss.held + loss.early
         peak = planned if loss.peak is None else loss.peak if loss.exact else max(loss.peak, planned)
         predicted = plan.peak_with_loss(peak, stays)
-        exceeds = predicted > plan.budget
+        exceeds = predicted > max(plan.budget, plan.predicted_peak)
         free = self.options.plan is None  # else the plan is a saved one, which only a budget that is exceeded replaces
         more = exceeds or (free and predicted > GAIN * plan.predicted_peak)
         less = free and loss.exact and shares == 1 and self.options.loss_outside.size is None

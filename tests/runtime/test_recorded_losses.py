@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -120,6 +121,17 @@ def test_a_record_gives_way_to_others_and_is_lost_then() -> None:
     torch.empty(1000)
     assert record.stop() == [4000, -4000]
     assert torch.autograd.profiler._prepare_profiler is prepare  # type: ignore[attr-defined]
+
+
+def test_a_record_ends_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs may be looked at in a notebook, and kept, without a backward ever."""
+    record = YieldingRecord()
+    gc.collect()
+    assert is_recorded()
+    monkeypatch.setattr(YieldingRecord, "most_seconds", 0.0)
+    gc.collect()
+    assert not is_recorded()
+    assert record.stop() is None
 
 
 def test_a_record_that_is_stopped_in_a_backward_ends_later() -> None:

@@ -67,19 +67,29 @@ def test_the_budget_holds_from_the_second_step_on(train: Any, mem: str, caplog: 
     assert len(compiled.fxremat.plans) == 2
 
 
-def test_a_budget_that_two_backwards_do_not_fit_in_is_refused_with_numbers() -> None:
+def test_where_two_backwards_do_not_fit_the_least_runs_and_a_warning_says_what_it_takes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     x = torch.randn(512, 64)
     least = fxremat.plan(TwoTasks(), (x,), mem="min", **FAST).minimum
     compiled = fxremat.compile(TwoTasks(), mem=least, **FAST)
-    backward_of_each(compiled, x)
-    with pytest.raises(fxremat.BudgetTooSmall, match="one backward of the sum of losses does not") as caught:
-        compiled(x)
-    enough = fxremat.compile(TwoTasks(), mem=caught.value.minimum, **FAST)
+    with caplog.at_level(logging.WARNING, logger="fxremat"):
+        for _ in range(3):
+            compiled.zero_grad()
+            backward_of_each(compiled, x)
+    compiled.zero_grad()
+    peak = peak_bytes(lambda: backward_of_each(compiled, x))
+    predicted = compiled.plan.predicted_peak
+    assert least < peak <= predicted <= 1.001 * peak
+    told = f"with retain_graph=True the step takes {predicted} bytes, and {least} are allowed: no schedule fits"
+    assert caplog.messages.count(told) == 1
+    assert len(compiled.fxremat.plans) == 2
+    enough = fxremat.compile(TwoTasks(), mem=predicted, **FAST)
     for _ in range(3):
         enough.zero_grad()
         backward_of_each(enough, x)
     enough.zero_grad()
-    assert peak_bytes(lambda: backward_of_each(enough, x)) <= caught.value.minimum
+    assert peak_bytes(lambda: backward_of_each(enough, x)) <= predicted
 
 
 @pytest.mark.parametrize("options", [{"offload": True}, {"dynamic": True}], ids=str)
