@@ -591,13 +591,13 @@ def test_programs_whose_sizes_change(name: str, dynamic: bool | None) -> None:
 
 def test_questions_change_nothing_for_the_model(planned: list[str]) -> None:
     _, compiled = compiled_stack(mem="90%")
-    compiled(rows(16))
+    compiled(rows(64))
     plan = compiled.plan
     plan.at(**{"input 1": 160})
     plan.within("95%")
     with pytest.raises(fxremat.BudgetTooSmall):
         plan.within(1)
-    compiled(rows(15))
+    compiled(rows(60))
     assert compiled.plan.budget == plan.budget
     other = plan.within("95%")
     assert other.budget == pytest.approx(plan.budget * 95 / 90, abs=2)
