@@ -1072,7 +1072,8 @@ class AllocationRecord:
     the state of the thread; it can be stopped only outside of it.
     """
 
-    threads: ClassVar[set[int]] = set()  # those that are recorded now
+    threads: ClassVar[weakref.WeakKeyDictionary[threading.Thread, AllocationRecord]] = weakref.WeakKeyDictionary()
+    """The threads that are recorded now, each with its record."""
 
     def __init__(self, *, on_host: bool = True) -> None:
         from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
@@ -1083,11 +1084,16 @@ class AllocationRecord:
         self._name = "cpu_memory_usage" if on_host else "cuda_memory_usage"
         self._autograd: Any = torch.autograd
         self._autograd._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *settings))
-        self.threads.add(threading.get_ident())
+        self.threads[threading.current_thread()] = self
 
     def stop(self) -> list[int]:
-        """Stop recording; return the bytes of each allocation and, negative, of each deallocation, in order."""
-        self.threads.discard(threading.get_ident())
+        """Stop recording; return the bytes of each allocation and, negative, of each deallocation, in order.
+
+        A record that this thread does not run any more is empty: it must not end another's.
+        """
+        if self.threads.get(threading.current_thread()) is not self:
+            return []
+        del self.threads[threading.current_thread()]
         threads = self._autograd._disable_profiler_legacy()
         events = (event for thread in threads for event in thread if event.kind() == "memory_alloc")
         return [size for event in events if (size := getattr(event, self._name)())]
@@ -1103,12 +1109,12 @@ class YieldingRecord:
     """
 
     most_seconds: ClassVar[float] = 60.0
-    _of_thread: ClassVar[dict[int, YieldingRecord]] = {}
+    _of_thread: ClassVar[weakref.WeakKeyDictionary[threading.Thread, YieldingRecord]] = weakref.WeakKeyDictionary()
     _replaced: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __init__(self) -> None:
-        self._record, self._thread, self._is_lost = AllocationRecord(), threading.get_ident(), False
-        self._of_thread[self._thread] = self
+        self._record, self._thread, self._is_lost = AllocationRecord(), weakref.ref(threading.current_thread()), False
+        self._of_thread[threading.current_thread()] = self
         self._began = time.monotonic()
         gc.callbacks.append(self._look_at_clock)
         atexit.register(self.give_way)  # torch warns of a profiler that runs at the end of the process
@@ -1119,7 +1125,7 @@ class YieldingRecord:
     @classmethod
     def give_way(cls) -> None:
         """End the record of this thread, if there is one, unless a backward runs."""
-        if (running := cls._of_thread.get(threading.get_ident())) is not None:
+        if (running := cls._of_thread.get(threading.current_thread())) is not None:
             running.stop()
 
     def stop(self) -> list[int] | None:
@@ -1127,11 +1133,12 @@ class YieldingRecord:
 
         It is lost too if this is another thread, or if a backward runs: then recording goes on until it gives way.
         """
-        here = self._thread == threading.get_ident() and backward_task() < 0
+        thread = threading.current_thread()
+        here = self._thread() is thread and backward_task() < 0
         lost, self._is_lost = self._is_lost or not here, True
-        if not here or self._of_thread.get(self._thread) is not self:
+        if not here or self._of_thread.get(thread) is not self:
             return None
-        del self._of_thread[self._thread]
+        del self._of_thread[thread]
         atexit.unregister(self.give_way)
         gc.callbacks.remove(self._look_at_clock)
         changes = self._record.stop()
@@ -1461,7 +1468,7 @@ def not_compiling() -> Iterator[None]:
 
 def is_profiled_by_others() -> bool:
     """Tell whether a profiler that fxremat has not started records this thread."""
-    return is_profiled() and threading.get_ident() not in AllocationRecord.threads
+    return is_profiled() and threading.current_thread() not in AllocationRecord.threads
 
 
 def unprofiled(work: Callable[[], T]) -> T:
