@@ -164,9 +164,7 @@ class PlannedStep:
     @property
     def predicted_peak(self) -> int:
         """Predicted peak in bytes, exact except for the allocator's rounding."""
-        if self.retained:
-            return retained_peak(self.program, self.costs.sizes, self.retained)
-        return max(self.running.chosen.peak, self.weights.step_bytes if self.weights else 0)
+        return max(self._peak_of(self.running.chosen), self.weights.step_bytes if self.weights else 0)
 
     @cached_property
     def predicted_reserved(self) -> int | None:
@@ -218,9 +216,7 @@ class PlannedStep:
         """Smallest budget, in bytes, that any program tried for this plan needs."""
         if self.weights:
             return self.weights.minimum
-        if self.retained:
-            return min(map(self._peak_of, self.alternatives.candidates))
-        return min(self.alternatives.minimum, self.running.chosen.peak)
+        return min(map(self._peak_of, (*self.alternatives.candidates, self.running.chosen)))
 
     @property
     def sizes(self) -> str:

@@ -83,7 +83,8 @@ class LossMeter:
         self._unwatch()
         meter = _recorder(inputs) if measured and not self._was_recorded else None
         with contextlib.ExitStack() as failed:
-            failed.callback(meter.end if meter is not None else lambda: None)
+            if meter is not None:
+                failed.callback(meter.end)
             outputs = self.step(*inputs)
             self.calls += 1
             if measured and self._measure(outputs, leaves, meter):

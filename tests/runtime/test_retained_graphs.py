@@ -39,7 +39,7 @@ def backward_of_each(model: Any, x: Tensor) -> None:
 
 
 def gradients_of_each(model: Any, x: Tensor) -> None:
-    """As methods that weigh tasks by the norms of their gradients do it."""
+    """Differentiate each loss by itself, as methods do that weigh tasks by the norms of their gradients."""
     losses = model(x)
     each = [torch.autograd.grad(loss, [*model.parameters()], retain_graph=True, allow_unused=True) for loss in losses]
     for parameter, *found in zip(model.parameters(), *each, strict=True):
