@@ -10,7 +10,6 @@ programs op by op, up to the budget.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -42,10 +41,9 @@ APART = 1.01  # ratio of successive budgets for which a chain is solved
 # number of schedules of each table that are evaluated first; chains with one on the frontier get more
 A_FEW = 5
 LARGE = 2000  # ops; for larger graphs half as many schedules are evaluated
-COARSE = 150  # memory levels in the first tables of chains with more than `MANY_BLOCKS` blocks
-MANY_BLOCKS = 120
 LUMP = 500  # maximum ops of a block; a way to cut the graph with a larger block is skipped if another way has none
-MOST_BLOCKS = 250
+MOST_BLOCKS = 100  # the time to fill a table grows with the cube of it, and op by op the search goes on from there
+FINEST = 250  # number of blocks for programs of the least memory, for which small blocks matter most
 MOST_VALUES = 6  # maximum number of values that may cross a cut between blocks
 JOIN_SLOTS = 150  # memory levels in the table of a join (chains that meet only at the end)
 MEASURING_SLOTS = 100  # memory levels in the table that decides in which order ops are measured
@@ -73,7 +71,7 @@ def survey(
     """
     if solver not in (names := ("auto", *LISTS, *TABLES)):
         raise FxrematError(f"no solver {solver!r} plans models; there are {', '.join(sorted(names))}")
-    layouts = list(_layouts(graph, costs, ways))
+    layouts = list(_layouts(graph, costs, MOST_BLOCKS, ways))
     judge = _Judge(graph, costs)
     keep_everything = judge.keep_everything(layouts[0])
     if solver in LISTS:
@@ -81,6 +79,8 @@ def survey(
     else:
         found = _solved(layouts, judge, solver, slots)
         found += _joined(judge, graph, slots)
+        if len(next(_layouts(graph, costs, FINEST, 1)).blocks) > MOST_BLOCKS + 1:
+            found.append(least_of(graph, costs))
     candidates = tuple(unbeaten([keep_everything, *found]))
     if solver == "auto" and effort > 0:
         candidates = lowered(candidates, costs, effort=effort)
@@ -89,7 +89,7 @@ def survey(
 
 def kept(graph: StepGraph, costs: Costs) -> Frontier:
     """Return the frontier whose only candidate recomputes nothing, without a search."""
-    everything = _Judge(graph, costs).keep_everything(next(_layouts(graph, costs)))
+    everything = _Judge(graph, costs).keep_everything(next(_layouts(graph, costs, MOST_BLOCKS)))
     return Frontier(keep_all=everything, candidates=(everything,))
 
 
@@ -98,7 +98,7 @@ def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int]:
 
     That is the captured order if it fits, else the order of a program of nearly the least memory.
     """
-    layout, judge = next(_layouts(graph, costs)), _Judge(graph, costs)
+    layout, judge = next(_layouts(graph, costs, MOST_BLOCKS)), _Judge(graph, costs)
     everything = judge.keep_everything(layout).peak
     if budget >= everything:
         return range(len(graph.ops))
@@ -107,7 +107,7 @@ def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int]:
 
 def least_of(graph: StepGraph, costs: Costs) -> Candidate:
     """Return a candidate of nearly the least memory, without a survey: the one of the way to cut with small blocks."""
-    layout, judge = next(_layouts(graph, costs, 1)), _Judge(graph, costs)
+    layout, judge = next(_layouts(graph, costs, FINEST, 1)), _Judge(graph, costs)
     everything = judge.keep_everything(layout)
     return min(everything, _nearly_least(layout, judge, everything.peak), key=lambda candidate: candidate.peak)
 
@@ -147,18 +147,19 @@ class _Judge:
         return found
 
 
-def _layouts(graph: StepGraph, costs: Costs, most: int | None = None) -> Iterator[Layout]:
+def _layouts(graph: StepGraph, costs: Costs, blocks: int, most: int | None = None) -> Iterator[Layout]:
     """Yield the step graph cut into a chain of blocks, for each way to cut its forward that is worth trying.
 
     Args:
+        blocks: number of blocks of each way at most, but for one.
         most: number of ways at most, those that seem to need least memory first; None: all.
     """
     crossing = crossings(graph)
-    forward = costs.seconds[: graph.forward_count]
+    forward, work = costs.seconds[: graph.forward_count], _work(graph, costs)
     ways = [(crossing.cuts(carried), carried) for carried in carry_levels(graph, crossing, forward)]
     ways += low_cuts(crossing, costs.sizes.values)
     ways.append((crossing.cuts(width=MOST_VALUES), frozenset()))
-    distinct = dict.fromkeys((tuple(_thin(ends, forward)), carried) for ends, carried in ways)
+    distinct = dict.fromkeys((tuple(_thin(ends, work, blocks)), carried) for ends, carried in ways)
     largest = {way: _largest(way[0], graph.forward_count) for way in distinct}
     chosen = [way for way in distinct if not min(largest.values()) <= LUMP < largest[way]]
     if most is not None:
@@ -180,15 +181,37 @@ def _weight(graph: StepGraph, costs: Costs, ends: Sequence[int], carried: frozen
     return sum(sizes[v] for v in carried) + max(written[end] - written[begin] for begin, end in blocks)
 
 
-def _thin(ends: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """Return at most MOST_BLOCKS of the positions that blocks end at, dropping those of the shortest blocks."""
-    ends = list(ends)
-    if len(ends) <= MOST_BLOCKS:
-        return ends
-    total = list(itertools.accumulate(seconds, initial=0.0))
-    work = {end: total[end + 1] - total[before + 1] for before, end in zip([-1, *ends], ends, strict=False)}
-    kept = sorted(work, key=lambda end: work[end], reverse=True)[:MOST_BLOCKS]
-    return sorted(kept)
+def _work(graph: StepGraph, costs: Costs) -> list[float]:
+    """Return what the ops before each position of the forward are of it: their share of its time and of its bytes."""
+    seconds = costs.seconds[: graph.forward_count]
+    written = [sum(costs.sizes.values[v] for v in op.writes) for op in graph.forward_ops]
+    time, size = sum(seconds) or 1.0, sum(written) or 1
+    shares = (of / time + bytes_of / size for of, bytes_of in zip(seconds, written, strict=True))
+    return list(itertools.accumulate(shares, initial=0.0))
+
+
+def _thin(ends: Sequence[int], work: Sequence[float], most: int) -> list[int]:
+    """Return at most `most` of the positions that blocks end at, such that the largest block has the least work.
+
+    O(len(ends)) for each of the steps in which that work is found to a thousandth of the mean.
+    """
+    if len(ends) <= most:
+        return list(ends)
+    low, high = 0.0, work[-1]
+    while high - low > 1e-3 * work[-1] / most:
+        share = (low + high) / 2
+        low, high = (low, share) if len(_merged(ends, work, share)) <= most else (share, high)
+    return _merged(ends, work, high)
+
+
+def _merged(ends: Sequence[int], work: Sequence[float], share: float) -> list[int]:
+    """Return the positions that are left if each block takes in what follows it while it has at most this work."""
+    kept, begin = [], 0.0
+    for end, following in itertools.pairwise(ends):
+        if work[following + 1] - begin > share:
+            kept.append(end)
+            begin = work[end + 1]
+    return [*kept, ends[-1]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,22 +255,13 @@ class _Solved:
 def _solved(layouts: Sequence[Layout], judge: _Judge, solver: str, slots: int) -> list[Candidate]:
     """Return candidates: a few for every way to cut the graph, and many for those with one on the Pareto frontier."""
     large = len(layouts[0].graph.ops) > LARGE
-    solved = [_Solved.of(layout, judge, solver, _first_slots(layout, slots)) for layout in layouts]
+    solved = [_Solved.of(layout, judge, solver, slots) for layout in layouts]
     found = [candidate for each in solved for candidate in each.few(A_FEW // 2 if large else A_FEW)]
-    unbeaten_of = Counter(id(candidate.layout) for candidate in unbeaten(found))
-    best = max(layouts, key=lambda layout: unbeaten_of[id(layout)])
+    on_frontier = {id(candidate.layout) for candidate in unbeaten(found)}
     for each in solved:
-        if not unbeaten_of[id(each.layout)]:
-            continue
-        finest = _first_slots(each.layout, slots) == slots or each.layout is not best
-        promising = each if finest else _Solved.of(each.layout, judge, solver, slots)
-        found += promising.many(APART**2 if large else APART)
+        if id(each.layout) in on_frontier:
+            found += each.many(APART**2 if large else APART)
     return found
-
-
-def _first_slots(layout: Layout, slots: int) -> int:
-    """Return the number of memory levels with which a chain is solved at first."""
-    return slots if len(layout.blocks) <= MANY_BLOCKS else min(slots, COARSE)
 
 
 def _joined(judge: _Judge, graph: StepGraph, slots: int) -> Iterator[Candidate]:

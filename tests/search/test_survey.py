@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
 
-from fxremat.search.survey import least_of, survey
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxremat.search import survey as of_survey
+from fxremat.search.refine import EFFORT, Ladder
+from fxremat.search.survey import _thin, least_of, survey
 from fxremat.step.verify import verify
 from tests.saved_steps import NAMES, VARIED, saved, surveyed
 
@@ -22,3 +28,38 @@ def test_each_candidate_runs_the_step(name: str) -> None:
     frontier = surveyed(name)
     for candidate in (frontier.keep_all, *frontier.candidates):
         verify(candidate.order().program())
+
+
+@pytest.mark.parametrize("name", ["deep_chain", "inception"])
+def test_a_third_of_the_blocks_do_nearly_as_well(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of the least memory are looked for with all blocks, and others are improved op by op."""
+    step = saved(name)
+
+    def least_and_times() -> tuple[int, list[float]]:
+        given = survey(step.graph, step.costs)
+        budgets = [given.keep_all.peak * percent // 100 for percent in (40, 60, 80)]
+        ladder = Ladder(given=given).to(budgets[-1], step.costs, effort=EFFORT)
+        return given.minimum, [ladder.frontier(budgets[-1]).within(budget).time for budget in budgets]
+
+    least, times = least_and_times()
+    monkeypatch.setattr(of_survey, "MOST_BLOCKS", 12)
+    with_few, slower = least_and_times()
+    assert with_few <= 1.05 * least
+    assert all(few <= 1.03 * many for few, many in zip(slower, times, strict=True))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 6))
+def test_merged_blocks_are_as_even_as_can_be(works: list[int], most: int) -> None:
+    """Compared with all choices of as many positions, of which the last stays."""
+    ends = range(len(works))
+    work = [float(sum(works[:count])) for count in range(len(works) + 1)]
+
+    def largest(chosen: tuple[int, ...]) -> float:
+        return max(work[end + 1] - work[before + 1] for before, end in itertools.pairwise((-1, *chosen)))
+
+    count = min(most, len(works))
+    every = ((*chosen, ends[-1]) for chosen in itertools.combinations(ends[:-1], count - 1))
+    thinned = _thin(ends, work, most)
+    assert len(thinned) <= most
+    assert thinned[-1] == ends[-1]
+    assert largest(tuple(thinned)) <= min(map(largest, every)) + 1e-3 * work[-1] / most
