@@ -354,21 +354,19 @@ class Backend:
             what = "and of gradients that it has made of parameters " if loss.early else ""
             told = f"{format_bytes(stays)} of the loss outside the model {what}stay while the model's backward runs"
             better = ""  # a larger loss between forward and backward would make no room there
-        if communicates(plan.graph):
-            if exceeds and not self._told_of_loss:
-                self._told_of_loss = True
-                log.warning(
-                    "%s, and ranks that share a model keep the plan that they made together%s",
-                    told,
-                    better and f': fxremat.compile(..., loss="{better}") makes room for it',
-                )
-            return
         seen = known or SeenLoss()
         if loss.assumed:
             if loss.peak is not None:
                 seen = replace(seen, peak=max(seen.peak or Fraction(0), Fraction(peak, loss.assumed)))
             seen = replace(seen, held=max(seen.held, Fraction(max(0, loss.held), loss.assumed)))
         seen = replace(seen, early=max(seen.early, loss.early))
+        if seen == known or communicates(plan.graph):
+            why = "another plan would be the same" if seen == known else "ranks that share a model keep their plan"
+            if exceeds and not self._told_of_loss:
+                self._told_of_loss = True
+                way = better and f': fxremat.compile(..., loss="{better}") makes room for it'
+                log.warning("%s, and %s%s", told, why, way)
+            return
         self.options = replace(self.options, loss_seen=seen)
         self.outdated = True
         log.log(

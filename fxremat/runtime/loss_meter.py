@@ -16,13 +16,14 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxremat.device import Ability, kind_of
 from fxremat.graphs.accounting import assumed_for, numbers_of_loss
+from fxremat.graphs.nodes import storage_bytes
 from fxremat.runtime.step_memory import Border, Recorded, recorder_of
 from fxremat.torch_private import (
     accumulates_into,
@@ -46,6 +47,32 @@ class MeasuredLoss:
     held: int  # bytes allocated when the model's backward begins, without the gradients of the outputs
     early: int  # of gradients of parameters that are there by then, and were not when the forward began, beside `held`
     exact: bool  # False if an earlier, higher peak of the process hides the peak of the loss
+
+
+class _Outputs(NamedTuple):
+    """The outputs of a call that a loss outside is computed from, single numbers left out, and their bytes.
+
+    What several outputs share, as a tensor and its transpose do, counts once: their gradients are added up before they
+    reach the model's backward.
+    """
+
+    tensors: tuple[Tensor, ...]
+    assumed: int  # bytes that plans reserve for a loss of them before it was measured
+    gradients: int  # bytes of their gradients when the model's backward begins
+
+    @classmethod
+    def of(cls, trained: Sequence[Tensor], others: Sequence[Tensor]) -> _Outputs:
+        """Count outputs that require grad, and others."""
+        assumed = gradients = 0
+        left = dict[int, int]()  # numbers in each storage that no output before has
+        counts = [(tensor, True) for tensor in trained] + [(tensor, False) for tensor in others]
+        for tensor, is_trained in sorted(counts, key=lambda each: _is_expanded(each[0])):
+            storage, counted = storage_of(tensor), tensor.numel()
+            counted = min(counted, left.get(storage, counted))
+            left[storage] = max(0, left.get(storage, _numbers_in_storage(tensor)) - counted)
+            assumed += assumed_for(counted, tensor.dtype, trained=is_trained)
+            gradients += counted * tensor.element_size() if tensor.requires_grad else 0
+        return cls((*trained, *others), assumed, gradients)
 
 
 def levels_of(device: torch.device) -> tuple[int, int] | None:
@@ -101,14 +128,12 @@ class LossMeter:
         if node is None:
             return False
         if not tensors:
-            self._watch(node, [], leaves, 0, None)
+            self._watch(node, _Outputs.of([], []), leaves, None)
             return False
-        device, assumed = tensors[0].device, sum(assumed_for(t.numel(), t.dtype) for t in tensors)
-        assumed += sum(assumed_for(t.numel(), t.dtype, trained=False) for t in others)
+        device, known = tensors[0].device, _Outputs.of(tensors, others)
         if (before := levels_of(device)) is None:
-            self._watch(node, [*tensors, *others], leaves, assumed, meter)
+            self._watch(node, known, leaves, meter)
             return meter is not None
-        gradients = sum(t.nbytes for t in tensors)
 
         def tell(_: Any) -> None:
             handle.remove()
@@ -117,14 +142,13 @@ class LossMeter:
             (start, top), (level, highest) = before, now
             exact = highest > top
             peak = (highest if exact else max(level, start)) - start
-            self.tell(MeasuredLoss(assumed=assumed, peak=peak, held=level - start - gradients, early=0, exact=exact))
+            held = level - start - known.gradients
+            self.tell(MeasuredLoss(assumed=known.assumed, peak=peak, held=held, early=0, exact=exact))
 
         handle = node.register_prehook(tell)
         return False
 
-    def _watch(
-        self, node: Any, outputs: Sequence[Tensor], leaves: Sequence[Tensor], assumed: int, meter: Recorded | None
-    ) -> None:
+    def _watch(self, node: Any, outputs: _Outputs, leaves: Sequence[Tensor], meter: Recorded | None) -> None:
         """Measure the loss on a device without counters.
 
         If the program starts a profiler of its own, look for what stays of the loss when the model's backward begins,
@@ -132,13 +156,13 @@ class LossMeter:
 
         Args:
             node: of the model's backward.
-            outputs: the model's outputs that are no single numbers. []: nothing but gradients is looked for.
+            outputs: if there is none, nothing but gradients is looked for.
             leaves: the parameters.
             meter: has recorded the forward.
         """
-        call, looks = self.calls, bool(outputs) and self.calls == 1
-        gradients, known = sum(t.nbytes for t in outputs if t.requires_grad), {storage_of(t) for t in outputs}
-        numbers = numbers_of_loss(outputs[0].device) if outputs else 0
+        call, looks = self.calls, bool(outputs.tensors) and self.calls == 1
+        assumed, gradients, known = outputs.assumed, outputs.gradients, {storage_of(t) for t in outputs.tensors}
+        numbers = numbers_of_loss(outputs.tensors[0].device) if outputs.tensors else 0
         watched, early = [weakref.ref(leaf) for leaf in leaves], [0]
         begins = weakref.ref(node, lambda _: self._unwatch())  # a call may be dropped without a backward
         leaves_forward = meter.border() if meter is not None else None
@@ -214,6 +238,14 @@ def _early(node: Any, leaves: Sequence[Tensor]) -> int:
             early |= {id(leaf) for leaf in map(accumulates_into, following) if leaf is not None}
         waiting += following if at is not node else ()
     return sum(sizes.get(each, 0) for each in early) if node in seen else 0
+
+
+def _numbers_in_storage(tensor: Tensor) -> int:
+    return storage_bytes(tensor) // tensor.element_size()
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return tensor.numel() > _numbers_in_storage(tensor)
 
 
 def _is_without_gradient(value: Any) -> bool:

@@ -16,6 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.graphs.accounting import assumed_for
+from fxremat.runtime import loss_meter
 from fxremat.search.call_programs import CallProgram
 from fxremat.settings import Search
 from fxremat.torch_private import AllocationRecord, YieldingRecord, is_profiled
@@ -84,6 +86,65 @@ def test_a_loss_within_the_budget_and_the_prediction_is_no_reason_to_plan_again(
         best = outputs.argmax(1)  # stays
         F.cross_entropy(outputs, best).backward()
     assert len(compiled.fxremat.plans) == 1
+
+
+VIEWS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "transposed": lambda t: (t, t.t()),
+    "reshaped": lambda t: (t, t.view(-1, 8, 8)),
+    "detached": lambda t: (t, t.detach()),
+    "a column": lambda t: (t, t[:, 0]),
+    "expanded": lambda t: (t, t.unsqueeze(0).expand(3, -1, -1)),
+    "expanded first": lambda t: (t.unsqueeze(0).expand(3, -1, -1), t),
+}
+
+
+class Aliased(Encoder):
+    """Returns its result and a view of it."""
+
+    def __init__(self, view: str) -> None:
+        super().__init__()
+        self.view = VIEWS[view]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return self.view(super().forward(x))
+
+
+@pytest.mark.parametrize("mem", ["100%", "min"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_outputs_that_are_views_of_others_are_counted_once(
+    view: str, mem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As CLIP returns its logits and their transpose; each step was planned again."""
+    compiled, x = fxremat.compile(Aliased(view), mem=mem, **FAST), torch.randn(ROWS, 64)
+
+    def step() -> None:
+        sum(output.square().mean() for output in compiled(x)).backward()
+
+    for _ in range(2):
+        step()
+        compiled.zero_grad()
+    plan = compiled.plan
+    for _ in range(4):
+        step()
+        compiled.zero_grad()
+    assert compiled.plan is plan
+    assert peak_bytes(step) <= plan.predicted_peak <= plan.budget
+    assert all(record.message.count("set aside") <= 1 for record in caplog.records)
+
+
+def test_nothing_is_planned_again_for_what_is_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Plans assume half of what the meter does, so that the loss exceeds each of them."""
+    monkeypatch.setattr(loss_meter, "assumed_for", lambda *args, **kwargs: 2 * assumed_for(*args, **kwargs))
+    compiled, x = fxremat.compile(Encoder(), mem="min", **FAST), torch.randn(ROWS, 64)
+    for _ in range(2):
+        compiled(x).square().mean().backward()
+    plan = compiled.plan
+    for _ in range(6):
+        compiled(x).square().mean().backward()
+    assert compiled.plan is plan
+    assert sum("another plan would be the same" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("make", [Encoder, InTwoGraphs])
