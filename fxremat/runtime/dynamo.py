@@ -340,7 +340,7 @@ class Backend:
         planned = self.options.loss_outside.size or math.ceil(loss.assumed * shares)
         stays = loss.held + loss.early
         peak = planned if loss.peak is None else loss.peak if loss.exact else max(loss.peak, planned)
-        predicted = plan.peak_with_loss(peak, stays)
+        predicted = plan.peak_with_loss(peak + loss.early, stays)
         exceeds = predicted > max(plan.budget, plan.predicted_peak)
         free = self.options.plan is None  # else the plan is a saved one, which only a budget that is exceeded replaces
         more = exceeds or (free and predicted > GAIN * plan.predicted_peak)
@@ -348,8 +348,9 @@ class Backend:
         less = less and _would_gain(plan, planned - peak)
         if not (more or less):
             return
-        took, aside = format_bytes(peak), format_bytes(planned)
-        told, better = f"the loss outside the model allocated {took} where {aside} had been set aside", enough(peak)
+        took, aside = peak + loss.early, planned + (known.early if known else 0)
+        told, better = f"the loss outside the model allocated {format_bytes(took)}", enough(took)
+        told += f" where {format_bytes(aside)} had been set aside"
         if loss.peak is None:
             what = "and of gradients that it has made of parameters " if loss.early else ""
             told = f"{format_bytes(stays)} of the loss outside the model {what}stay while the model's backward runs"

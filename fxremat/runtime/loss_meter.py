@@ -42,7 +42,8 @@ class MeasuredLoss:
     """The measured memory of a loss outside the model, in bytes above what was allocated at the end of the forward."""
 
     assumed: int  # bytes that plans reserve for outputs of these shapes before a loss was measured
-    # largest bytes allocated before the model's backward; a lower bound if `exact` is False; None: not measured
+    # largest bytes allocated before the model's backward, beside `early`; a lower bound if `exact` is False.
+    # None: not measured
     peak: int | None
     held: int  # bytes allocated when the model's backward begins, without the gradients of the outputs
     early: int  # of gradients of parameters that are there by then, and were not when the forward began, beside `held`
@@ -194,8 +195,8 @@ class LossMeter:
             (end,), start = reaches_backward, leaves_forward
             if start is not None and start.level is not None and end.level is not None and end.peak is not None:
                 self._was_recorded = True
-                peak, held = end.peak - start.level, end.level - start.level - gradients
-                self.tell(MeasuredLoss(assumed=assumed, peak=peak, held=held, early=0, exact=False))
+                peak, held = end.peak - start.level - early[0], end.level - start.level - gradients - early[0]
+                self.tell(MeasuredLoss(assumed=assumed, peak=max(0, peak), held=held, early=early[0], exact=False))
 
         handle, stop = node.register_prehook(reached), watching_backward(before, after)
 

@@ -132,6 +132,21 @@ def test_outputs_that_are_views_of_others_are_counted_once(
     assert all(record.message.count("set aside") <= 1 for record in caplog.records)
 
 
+@pytest.mark.parametrize("mem", ["100%", "min"])
+def test_gradients_of_a_penalty_on_parameters_count_once(mem: str) -> None:
+    """As elastic weight consolidation has it: its gradients are there when the model's backward begins."""
+    compiled, x = fxremat.compile(Encoder(), mem=mem, **FAST), torch.randn(ROWS, 64)
+
+    def step() -> None:
+        loss = compiled(x).square().mean()
+        (loss + 0.01 * sum(parameter.square().sum() for parameter in compiled.parameters())).backward()
+        compiled.zero_grad()
+
+    for _ in range(9):
+        step()
+    assert 0.98 * compiled.plan.predicted_peak <= peak_bytes(step) <= compiled.plan.predicted_peak
+
+
 def test_nothing_is_planned_again_for_what_is_known(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
