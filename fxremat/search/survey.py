@@ -79,7 +79,7 @@ def survey(
     else:
         found = _solved(layouts, judge, solver, slots)
         found += _joined(judge, graph, slots)
-        if len(next(_layouts(graph, costs, FINEST, 1)).blocks) > MOST_BLOCKS + 1:
+        if solver == "auto" and len(next(_layouts(graph, costs, FINEST, 1)).blocks) > MOST_BLOCKS + 1:
             found.append(least_of(graph, costs))
     candidates = tuple(unbeaten([keep_everything, *found]))
     if solver == "auto" and effort > 0:
@@ -98,7 +98,7 @@ def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int]:
 
     That is the captured order if it fits, else the order of a program of nearly the least memory.
     """
-    layout, judge = next(_layouts(graph, costs, MOST_BLOCKS)), _Judge(graph, costs)
+    layout, judge = next(_layouts(graph, costs, FINEST)), _Judge(graph, costs)
     everything = judge.keep_everything(layout).peak
     if budget >= everything:
         return range(len(graph.ops))
@@ -151,7 +151,7 @@ def _layouts(graph: StepGraph, costs: Costs, blocks: int, most: int | None = Non
     """Yield the step graph cut into a chain of blocks, for each way to cut its forward that is worth trying.
 
     Args:
-        blocks: number of blocks of each way at most, but for one.
+        blocks: number of blocks of each way at most, or one more.
         most: number of ways at most, those that seem to need least memory first; None: all.
     """
     crossing = crossings(graph)
@@ -185,8 +185,8 @@ def _work(graph: StepGraph, costs: Costs) -> list[float]:
     """Return what the ops before each position of the forward are of it: their share of its time and of its bytes."""
     seconds = costs.seconds[: graph.forward_count]
     written = [sum(costs.sizes.values[v] for v in op.writes) for op in graph.forward_ops]
-    time, size = sum(seconds) or 1.0, sum(written) or 1
-    shares = (of / time + bytes_of / size for of, bytes_of in zip(seconds, written, strict=True))
+    all_seconds, all_written = sum(seconds) or 1.0, sum(written) or 1
+    shares = (time / all_seconds + size / all_written for time, size in zip(seconds, written, strict=True))
     return list(itertools.accumulate(shares, initial=0.0))
 
 

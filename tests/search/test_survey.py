@@ -48,6 +48,13 @@ def test_a_third_of_the_blocks_do_nearly_as_well(name: str, monkeypatch: pytest.
     assert all(few <= 1.03 * many for few, many in zip(slower, times, strict=True))
 
 
+def test_a_named_solver_decides_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = saved("deep")
+    monkeypatch.setattr(of_survey, "MOST_BLOCKS", 3)
+    monkeypatch.setattr(of_survey, "least_of", lambda *_: pytest.fail("the default solver was asked"))
+    assert survey(step.graph, step.costs, solver="persistent").candidates
+
+
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 6))
 def test_merged_blocks_are_as_even_as_can_be(works: list[int], most: int) -> None:
     """Compared with all choices of as many positions, of which the last stays."""
