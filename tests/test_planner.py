@@ -84,10 +84,11 @@ def test_an_unknown_solver_is_refused_with_the_known_ones() -> None:
         fxremat.plan(Deep(), INPUTS, mem="60%", solver="best", costs="estimate")
 
 
-def test_very_long_chains_are_thinned_to_the_heaviest_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_very_long_chains_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "MOST_BLOCKS", 3)
     monkeypatch.setattr(memo, "_latest", OrderedDict())
-    assert planner._thin([0, 1, 2, 3, 4, 5], [1.0, 9.0, 1.0, 8.0, 1.0, 7.0]) == [1, 3, 5]
+    work = [0.0, 1.0, 10.0, 12.0, 20.0, 22.0, 29.0]
+    assert planner._thin([0, 1, 2, 3, 4, 5], work, 3) == [1, 3, 5]
     plan = fxremat.plan(Deep(), INPUTS, mem="100%", costs="estimate")
     assert len(plan.chain.blocks) <= 4
 
