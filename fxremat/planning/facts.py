@@ -15,7 +15,13 @@ from fxremat.cost.estimate import cost_of, estimate
 from fxremat.cost.measure import fresh_as_known, known_costs, measure
 from fxremat.cost.resized import resized
 from fxremat.cost.trace import Trace, timed_by
-from fxremat.graphs.accounting import apart_from_copies, device_of, numbers_of_loss, outside_bytes
+from fxremat.graphs.accounting import (
+    apart_from_copies,
+    device_of,
+    held_beside_copies,
+    numbers_of_loss,
+    outside_bytes,
+)
 from fxremat.graphs.captured import Captured
 from fxremat.options import Options
 from fxremat.planning.step import Step
@@ -93,7 +99,8 @@ def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
     assumed = outside_bytes(graph)
     measured = sizes.outside if seen.peak is None else math.ceil(assumed * seen.peak)
     outside = max(said or 0, measured + early)
-    root = max(sizes.root, math.ceil(assumed * seen.held) + early)
+    stays = math.ceil(assumed * seen.held) + early + held_beside_copies(graph, device_of(graph))
+    root = max(sizes.root, stays)
     return replace(costs, sizes=replace(sizes, outside=outside, root=root))
 
 

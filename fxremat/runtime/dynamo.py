@@ -33,7 +33,7 @@ from fxremat.cost.segments import expand_segments
 from fxremat.cost.workspaces import make_workspaces, warn_of_trials
 from fxremat.device import kind_of
 from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError, InvalidBudget
-from fxremat.graphs.accounting import device_of, largest_tensor
+from fxremat.graphs.accounting import device_of, held_beside_copies, largest_tensor
 from fxremat.graphs.captured import Captured, inputs_of, read_joint, with_updates_inside
 from fxremat.graphs.cudnn_batch_norm import batch_norms_of_cudnn
 from fxremat.graphs.handed_in import layout_of
@@ -340,7 +340,8 @@ class Backend:
         planned = self.options.loss_outside.size or math.ceil(loss.assumed * shares)
         stays = loss.held + loss.early
         peak = planned if loss.peak is None else loss.peak if loss.exact else max(loss.peak, planned)
-        predicted = plan.peak_with_loss(peak + loss.early, stays)
+        beside = held_beside_copies(plan.captured, device_of(plan.captured))
+        predicted = plan.peak_with_loss(peak + loss.early, stays + beside)
         exceeds = predicted > max(plan.budget, plan.predicted_peak)
         free = self.options.plan is None  # else the plan is a saved one, which only a budget that is exceeded replaces
         more = exceeds or (free and predicted > GAIN * plan.predicted_peak)

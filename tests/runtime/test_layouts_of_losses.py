@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fxremat
 from benchmarks.meter import peak_bytes
 from fxremat.settings import Search
+from fxremat.torch_private import holds_gradients
 from tests.training import gradients_of, unequal
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -53,7 +54,8 @@ def test_copies_that_are_not_made_are_not_planned_from_the_second_step_on(mem: s
         step()
     compiled.zero_grad()
     peak = peak_bytes(step)
-    assert peak <= compiled.plan.predicted_peak <= 1.02 * peak
+    slack = y.nbytes if holds_gradients() else 0  # autograd holds the gradient, and plans free it
+    assert peak <= compiled.plan.predicted_peak <= 1.02 * peak + slack
     assert compiled.plan.predicted_peak < first.predicted_peak
     assert len(compiled.fxremat.plans) <= 3
 

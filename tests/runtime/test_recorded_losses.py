@@ -20,7 +20,7 @@ from fxremat.graphs.accounting import assumed_for
 from fxremat.runtime import loss_meter
 from fxremat.search.call_programs import CallProgram
 from fxremat.settings import Search
-from fxremat.torch_private import AllocationRecord, YieldingRecord, is_profiled
+from fxremat.torch_private import AllocationRecord, YieldingRecord, holds_gradients, is_profiled
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 FAST: Any = {"search": Search(seconds=0.0, slots=100)}
@@ -144,7 +144,8 @@ def test_gradients_of_a_penalty_on_parameters_count_once(mem: str) -> None:
 
     for _ in range(9):
         step()
-    assert 0.98 * compiled.plan.predicted_peak <= peak_bytes(step) <= compiled.plan.predicted_peak
+    slack = x.nbytes if holds_gradients() else 0  # autograd holds the gradient of the output, and plans free it
+    assert 0.98 * (compiled.plan.predicted_peak - slack) <= peak_bytes(step) <= compiled.plan.predicted_peak
 
 
 def test_nothing_is_planned_again_for_what_is_known(
