@@ -66,8 +66,8 @@ class _Outputs(NamedTuple):
         """Count outputs that require grad, and others."""
         assumed = gradients = 0
         left = dict[int, int]()  # numbers in each storage that no output before has
-        counts = [(tensor, True) for tensor in trained] + [(tensor, False) for tensor in others]
-        for tensor, is_trained in sorted(counts, key=lambda each: _is_expanded(each[0])):
+        outputs = [(tensor, True) for tensor in trained] + [(tensor, False) for tensor in others]
+        for tensor, is_trained in sorted(outputs, key=lambda each: _is_expanded(each[0])):
             storage, counted = storage_of(tensor), tensor.numel()
             counted = min(counted, left.get(storage, counted))
             left[storage] = max(0, left.get(storage, _numbers_in_storage(tensor)) - counted)

@@ -79,8 +79,9 @@ def survey(
     else:
         found = _solved(layouts, judge, solver, slots)
         found += _joined(judge, graph, slots)
-        if solver == "auto" and len(next(_layouts(graph, costs, FINEST, 1)).blocks) > MOST_BLOCKS + 1:
-            found.append(least_of(graph, costs))
+        finest = next(_layouts(graph, costs, FINEST, 1))
+        if solver == "auto" and len(finest.blocks) > MOST_BLOCKS + 1:
+            found.append(_least(finest, judge))
     candidates = tuple(unbeaten([keep_everything, *found]))
     if solver == "auto" and effort > 0:
         candidates = lowered(candidates, costs, effort=effort)
@@ -107,7 +108,11 @@ def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int]:
 
 def least_of(graph: StepGraph, costs: Costs) -> Candidate:
     """Return a candidate of nearly the least memory, without a survey: the one of the way to cut with small blocks."""
-    layout, judge = next(_layouts(graph, costs, FINEST, 1)), _Judge(graph, costs)
+    return _least(next(_layouts(graph, costs, FINEST, 1)), _Judge(graph, costs))
+
+
+def _least(layout: Layout, judge: _Judge) -> Candidate:
+    """Return the candidate of nearly the least memory for one way to cut the graph."""
     everything = judge.keep_everything(layout)
     return min(everything, _nearly_least(layout, judge, everything.peak), key=lambda candidate: candidate.peak)
 

@@ -114,7 +114,7 @@ class Aliased(Encoder):
 def test_outputs_that_are_views_of_others_are_counted_once(
     view: str, mem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As CLIP returns its logits and their transpose; each step was planned again."""
+    """Train a model that returns a tensor and its view, as CLIP does; each step was planned again."""
     compiled, x = fxremat.compile(Aliased(view), mem=mem, **FAST), torch.randn(ROWS, 64)
 
     def step() -> None:
@@ -134,7 +134,7 @@ def test_outputs_that_are_views_of_others_are_counted_once(
 
 @pytest.mark.parametrize("mem", ["100%", "min"])
 def test_gradients_of_a_penalty_on_parameters_count_once(mem: str) -> None:
-    """As elastic weight consolidation has it: its gradients are there when the model's backward begins."""
+    """Add a penalty, as elastic weight consolidation does; its gradients are there when the model's backward begins."""
     compiled, x = fxremat.compile(Encoder(), mem=mem, **FAST), torch.randn(ROWS, 64)
 
     def step() -> None:
@@ -151,7 +151,7 @@ def test_gradients_of_a_penalty_on_parameters_count_once(mem: str) -> None:
 def test_nothing_is_planned_again_for_what_is_known(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Plans assume half of what the meter does, so that the loss exceeds each of them."""
+    """Let plans assume half of what the meter does, so that the loss exceeds each of them."""
     monkeypatch.setattr(loss_meter, "assumed_for", lambda *args, **kwargs: 2 * assumed_for(*args, **kwargs))
     compiled, x = fxremat.compile(Encoder(), mem="min", **FAST), torch.randn(ROWS, 64)
     for _ in range(2):

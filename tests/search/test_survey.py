@@ -32,7 +32,7 @@ def test_each_candidate_runs_the_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["deep_chain", "inception"])
 def test_a_third_of_the_blocks_do_nearly_as_well(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of the least memory are looked for with all blocks, and others are improved op by op."""
+    """Compare budgets and times: the least memory is looked for with all blocks, other programs improve op by op."""
     step = saved(name)
 
     def least_and_times() -> tuple[int, list[float]]:
@@ -51,13 +51,13 @@ def test_a_third_of_the_blocks_do_nearly_as_well(name: str, monkeypatch: pytest.
 def test_a_named_solver_decides_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     step = saved("deep")
     monkeypatch.setattr(of_survey, "MOST_BLOCKS", 3)
-    monkeypatch.setattr(of_survey, "least_of", lambda *_: pytest.fail("the default solver was asked"))
+    monkeypatch.setattr(of_survey, "_least", lambda *_: pytest.fail("the default solver was asked"))
     assert survey(step.graph, step.costs, solver="persistent").candidates
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 6))
 def test_merged_blocks_are_as_even_as_can_be(works: list[int], most: int) -> None:
-    """Compared with all choices of as many positions, of which the last stays."""
+    """Compare with all choices of as many positions, of which the last stays."""
     ends = range(len(works))
     work = [float(sum(works[:count])) for count in range(len(works) + 1)]
 
