@@ -153,8 +153,9 @@ def held_beside_copies(joint: Captured, device: torch.device) -> int:
 
 
 def _numbers(joint: Captured, device: torch.device) -> int:
-    """Return the bytes of single numbers that a loss outside of the model allocates; 0 if there is no such loss."""
-    return numbers_of_loss(device) * len(joint.tangent_nodes) if _gradients(joint) else 0
+    """Return the bytes of single numbers that programs make of outputs: a loss, or one that is scaled or added to.
+    """
+    return numbers_of_loss(device) * len(joint.tangent_nodes)
 
 
 def numbers_of_loss(device: torch.device) -> int:

@@ -80,14 +80,16 @@ class _Builder:
     def _held(self, block: int) -> int:
         """Return the bytes alive during a block's backward that no other size counts.
 
-        They are values that every plan keeps until their last use, and gradients that wait for other blocks.
+        They are values that every plan keeps until their last use, gradients that wait for other blocks, and what a
+        loss keeps.
         """
         passing = {v for v, (made, read) in self.gradients.items() if read <= block < made}
         alive = {value for value in self.layout.held if self._first_reader[value] <= block}
         # weight gradients count as scratch memory of the last block's backward
         last = block == len(self.layout.blocks) - 1
         tangents = {t for t, reader in self._tangents.items() if reader <= block and not last}
-        return self._size(passing - self._entering(block)) + self._size(alive) + self._size(tangents)
+        loss = 0 if last else self.costs.sizes.root
+        return self._size(passing - self._entering(block)) + self._size(alive) + self._size(tangents) + loss
 
     @cached_property
     def _tangents(self) -> dict[int, int]:
@@ -203,7 +205,7 @@ class _Builder:
         leaving = self._size(self._entering(number - 1)) if number else 0
         peak = max(memory.during, default=0)
         if number == len(self.layout.blocks) - 1:
-            tangents = self._size(self._tangents)
+            tangents = self._size(self._tangents) + self.costs.sizes.root
             peak = max(peak + tangents, self._size(stored) + max(tangents, self.costs.sizes.outside))
         counted = self._size(stored) + self._size(entering) + leaving
         return self.costs.time(program), max(0, peak - counted)

@@ -58,7 +58,7 @@ class Moments:
             for step, start, duration in zip(program.steps, starts, seconds, strict=True)
         ]
         lives = lives_of(program, sizes)
-        if not (sizes.outside or sizes.root):
+        if not sizes.outside:
             return cls(
                 program=program, moments=tuple(moments), lives=tuple(lives), split=program.split, timed=timed
             )

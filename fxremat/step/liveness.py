@@ -28,7 +28,7 @@ class Sizes:
     # bytes between forward and backward for a loss outside the model, with the gradients that it passes in
     outside: int = 0
     # bytes that a loss outside the model keeps during the backward, with the gradient that its own backward
-    # starts from
+    # starts from; where the model returns its loss, of numbers that a program may make of it, such as a scaled loss
     root: int = 0
     unsplit: int = 0  # bytes added to each size above this number: how much of a block the allocator may leave unused
 

@@ -92,7 +92,10 @@ def assert_trains_as_plain(
         plain.zero_grad()
         compiled.zero_grad()
         step(plain)
-        assert peak_bytes(lambda: step(compiled)) <= compiled.plan.minimum
+        plans = compiled.fxremat.plans
+        peak = peak_bytes(lambda: step(compiled))
+        if compiled.fxremat.plans == plans:  # else the call has planned again, and ran ops alone to measure them
+            assert peak <= compiled.plan.minimum
         for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
             assert same(ours.grad, theirs.grad)
 
@@ -430,21 +433,32 @@ def test_gradients_of_other_calls_are_no_part_of_a_loss(twice: bool, caplog: pyt
     assert "gradients that it has made" not in caplog.text
 
 
-def test_what_is_computed_from_the_model_s_own_loss_is_within_the_budget() -> None:
+class _OwnLosses(_Deep):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        for part in self:
+            x = part(x)
+        return x.square().mean(), x.abs().mean()
+
+
+OF_ITS_OWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "added up": lambda one, other: one / 4 + other.exp().log() * 0.1 + one.sqrt(),
+    "scaled": lambda one, other: one * torch.tensor(2.0**16),
+    "one of them": lambda one, other: other,
+}
+
+
+@pytest.mark.parametrize("name", OF_ITS_OWN)
+def test_what_is_computed_from_the_model_s_own_loss_is_within_the_budget(name: str) -> None:
     x = torch.randn(64, 64)
-
-    class Net(_Deep):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-            for part in self:
-                x = part(x)
-            return x.square().mean(), x.abs().mean()
-
-    compiled = fxremat.compile(Net(), mem="min", **FAST)
+    compiled = fxremat.compile(_OwnLosses(), mem="min", **FAST)
 
     def step() -> None:
         one, other = compiled(x)
-        loss = one / 4 + other.exp().log() * 0.1 + one.sqrt()
-        loss.backward()
+        kept = [one.detach() * 2, other + 1]
+        loss = OF_ITS_OWN[name](one, other)
+        scaled = loss * 0.5
+        scaled.backward()
+        del kept
 
     for _ in range(2):
         compiled.zero_grad()

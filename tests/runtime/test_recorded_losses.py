@@ -80,12 +80,13 @@ def test_a_budget_that_such_a_loss_leaves_no_room_in_is_refused_with_numbers() -
 
 
 def test_a_loss_within_the_budget_and_the_prediction_is_no_reason_to_plan_again() -> None:
+    """Plan once; twice where autograd holds gradients, beside which copies of them take more than two percent."""
     compiled, x = fxremat.compile(Encoder(), mem="80%", **FAST), torch.randn(ROWS, 64)
     for _ in range(3):
         outputs = compiled(x)
         best = outputs.argmax(1)  # stays
         F.cross_entropy(outputs, best).backward()
-    assert len(compiled.fxremat.plans) == 1
+    assert len(compiled.fxremat.plans) == 1 + holds_gradients()
 
 
 VIEWS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
@@ -120,7 +121,7 @@ def test_outputs_that_are_views_of_others_are_counted_once(
     def step() -> None:
         sum(output.square().mean() for output in compiled(x)).backward()
 
-    for _ in range(2):
+    for _ in range(3):
         step()
         compiled.zero_grad()
     plan = compiled.plan

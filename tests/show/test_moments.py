@@ -36,7 +36,7 @@ def check(candidate: Candidate, costs: Costs) -> Moments:
     memory = live_bytes(program, costs.sizes)
     count = len(moments.moments)
     inserted = [place for place, moment in enumerate(moments.moments) if moment.role == LOSS]
-    assert inserted == ([program.split] if costs.sizes.outside or costs.sizes.root else [])
+    assert inserted == ([program.split] if costs.sizes.outside else [])
     steps = [place for place in range(count) if place not in inserted]
     assert tuple(moments.bytes[place] for place in steps) == memory.during
     assert all(moments.bytes[place] == memory.at_split for place in inserted)
