@@ -47,8 +47,11 @@ log = logging.getLogger(__name__)
 HOPE = 3  # whole graphs are compiled if the least budget op by op is at most this many times the user's
 
 
-def plan(step: Step, options: Options) -> Plan:
+def plan(step: Step, options: Options, *, advise: bool = True) -> Plan:
     """Plan a captured training step within the user's budget, and log the start and the result.
+
+    Args:
+        advise: an error tells what slices would buy, which may take longer than the search for a plan.
 
     Raises:
         BudgetTooSmall: nothing fits; the error states the least budget that works, in percent too if the user gave
@@ -68,7 +71,7 @@ def plan(step: Step, options: Options) -> Plan:
     limit = limit_of(step, options)
     shown = options.search.progress and step.ranks.rank == step.ranks.ranks[0]
     with bars(shown=shown), planning(what(step, limit)) as planned:
-        op_by_op = partial(_op_by_op, limit=limit)
+        op_by_op = partial(_op_by_op, limit=limit, advise=advise)
         if options.chooses:
             made, used = plan_by_means(step, options, op_by_op)
         elif options.tried:
@@ -83,13 +86,13 @@ def plan(step: Step, options: Options) -> Plan:
     return made
 
 
-def _op_by_op(step: Step, options: Options, limit: Limit) -> Plan:
+def _op_by_op(step: Step, options: Options, limit: Limit, *, advise: bool = True) -> Plan:
     """Plan within a limit, with each op in PyTorch's kernel. Raises `BudgetTooSmall` if nothing fits."""
     variants = variants_of(step, options, limit)
     try:
         return fastest(variants, options)
     except BudgetTooSmall as error:
-        raise limit.explained(_with_advice(error, variants, options)) from None
+        raise limit.explained(_with_advice(error, variants, options) if advise else error) from None
 
 
 def _whole_at_least(step: Step, options: Options, op_by_op: Callable[[Step, Options], Plan]) -> Plan:
@@ -125,7 +128,7 @@ def _communicating(step: Step) -> str:
 def _least(step: Step, options: Options) -> Plan:
     """Plan within the least budget that works, which the error for a budget of one byte states."""
     try:
-        return plan(step, replace(options, mem=1))
+        return plan(step, replace(options, mem=1), advise=False)
     except BudgetTooSmall as error:
         least, tried = error.minimum, error.means
     options = replace(options, mem=least)

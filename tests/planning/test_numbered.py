@@ -37,7 +37,8 @@ def test_it_has_the_peaks_of_the_captured_step_but_for_workspaces() -> None:
     captured = fxremat.capture(Deep(), (rows(),), costs="A100", search=QUICK)
     known = captured.plan("100%")
     numbers = fxremat.capture(fxremat.StepGraph.from_json(captured.graph.to_json()), costs="A100", search=QUICK)
-    assert numbers.plan("100%").predicted_peak == pytest.approx(known.predicted_peak, rel=0.02)
+    peak = known.predicted_peak - known.costs.sizes.root  # numbers that a program may make of the loss
+    assert numbers.plan("100%").predicted_peak == pytest.approx(peak, rel=0.02)
     assert numbers.plan("60%").program.recomputed
 
 

@@ -407,5 +407,5 @@ def test_the_first_step_takes_no_copy_of_the_layer(kind: str, monkeypatch: pytes
     model = Layer(KINDS[kind](WIDTH, 96, 2))
     ours = fxremat.compile(model, mem="100%", search=QUICK)
     first, second = (peak_of(ours, sequences(6, 3)) for _ in range(2))
-    assert second == ours.plan.predicted_peak
+    assert second == ours.plan.predicted_peak - ours.plan.costs.sizes.root  # room for a scaled loss
     assert first <= 1.03 * second  # gradients of the final states too, which this loss may not need
