@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ WORDS, WIDTH = 64, 32
 class Gpt(nn.Module):
     """Blocks of causal attention with dropout, and the loss of the next word."""
 
-    def __init__(self, layers: int = 3) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(
@@ -109,6 +110,7 @@ class Case:
 
     model: nn.Module
     x: Tensor
+    name: str = ""  # that the case can be made again by
 
 
 def case(name: str) -> Case:
@@ -119,7 +121,7 @@ def case(name: str) -> Case:
         "encoder and decoder": lambda: (EncoderDecoder(), torch.randint(0, WORDS, (4, 12))),
         "experts": lambda: (Experts(), torch.randn(64, 16)),
     }
-    return Case(*makers[name]())
+    return Case(*makers[name](), name)
 
 
 NAMES = ("gpt", "resnet", "encoder and decoder", "experts")
@@ -147,7 +149,20 @@ def joint_step(case: Case, partition_fn: Any) -> Callable[[], list[Tensor]]:
 
 
 def joint_graph(case: Case) -> fx.GraphModule:
-    """The joint graph that AOTAutograd passes to a partition function; its first output is the loss."""
+    """The joint graph that AOTAutograd passes to a partition function; its first output is the loss.
+
+    A copy, so that graphs of named cases are captured once.
+    """
+    joint = _joint_graph_of(case.name) if case.name else _captured(case)
+    return fx.GraphModule(joint, copied(joint.graph))
+
+
+@functools.cache
+def _joint_graph_of(name: str) -> fx.GraphModule:
+    return _captured(case(name))
+
+
+def _captured(case: Case) -> fx.GraphModule:
     found: list[fx.GraphModule] = []
 
     def keep(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:

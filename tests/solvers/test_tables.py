@@ -140,11 +140,11 @@ def test_frontier_of_an_impossible_budget():
 
 
 def test_input_drop_drops_an_input():
-    found = [
+    found = (  # until one does: all of them are solved above
         solve(Chain.from_json(case["chain"]), case["mem"])
         for case in VECTORS
         if case["input_drop"] is not None
-    ]
+    )
     assert any(isinstance(op, Drop) for schedule in found for op in schedule.ops)
 
 
