@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -75,11 +74,6 @@ def _collect_only_what_is_new() -> None:
 
 os.environ["FXREMAT_VERIFY"] = "1"  # programs are checked against their step graphs, in child processes too
 _tests = itertools.count()
-
-# pytest attaches its handlers to loggers that do not propagate. torch, which looks for handlers, would write a record
-# of every step of every capture for them, in a tenth of the time that captures take, and tests would hold them until
-# they end.
-logging.getLogger("torch.__trace").addHandler = lambda _: None  # type: ignore[method-assign, assignment]
 
 
 @pytest.fixture(autouse=True)

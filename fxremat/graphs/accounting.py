@@ -153,13 +153,12 @@ def held_beside_copies(joint: Captured, device: torch.device) -> int:
 
 
 def _numbers(joint: Captured, device: torch.device) -> int:
-    """Return the bytes of single numbers that programs make of outputs: a loss, or one that is scaled or added to.
-    """
+    """Return the bytes of single numbers that a program makes of outputs: a loss of its own, or the model's, scaled."""
     return numbers_of_loss(device) * len(joint.tangent_nodes)
 
 
 def numbers_of_loss(device: torch.device) -> int:
-    """Return the bytes of single numbers that a loss outside of the model allocates for each output of the model."""
+    """Return the bytes of single numbers that a program is assumed to make of each output of the model."""
     return NUMBERS_OF_LOSS * rounded(8, device)
 
 

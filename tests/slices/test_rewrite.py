@@ -225,6 +225,16 @@ def test_without_slices_the_error_tells_what_they_would_do_with_and_they_do() ->
     assert compiled.plan.predicted_peak <= told
 
 
+def test_the_least_budget_is_found_without_advice_on_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[object]()
+    monkeypatch.setattr("fxremat.planning.what_slices_buy", lambda *given: asked.append(given) or "")
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    assert fxremat.plan(model, (x,), mem="min").budget
+    assert not asked
+    too_small(model, (x,), mem=1)
+    assert len(asked) == 1
+
+
 def test_the_error_says_nothing_of_slices_where_they_do_not_help() -> None:
     error = too_small(nn.Sequential(nn.Linear(4, 4)), (torch.randn(2, 4),), mem=1)
     assert "slices" not in str(error)
