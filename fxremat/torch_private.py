@@ -109,10 +109,40 @@ def aot_backend(**options: Any) -> Callable[..., Any]:
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         compilers: dict[str, Any] = {**options, "bw_compiler": backward}
-        compiled: Callable[..., Any] = torch._dynamo.disable(aot_module_simplified(module, inputs, **compilers))
+        with _scalars_as_symbols(module, inputs) as traced:
+            compiled: Callable[..., Any] = torch._dynamo.disable(aot_module_simplified(module, traced, **compilers))
         return compiled
 
     return backend
+
+
+@contextlib.contextmanager
+def _scalars_as_symbols(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Within this context, a graph that reads numbers from data can be traced outside of dynamo; yield inputs for it.
+
+    A graph that checks its data, as `assert (ids >= 0).all().item()` does, holds such numbers as symbols of dynamo's
+    `ShapeEnv`: `meta["unbacked_bindings"]` names them. Outside of dynamo, that is, in a tracing context without fake
+    tensors, it needs a `ShapeEnv` of its own that allows them, and no names of the other's (torch 2.11, 2.13).
+    """
+    from torch._guards import TracingContext, detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    context = TracingContext.try_get()
+    bindings = {node: node.meta["unbacked_bindings"] for node in module.graph.nodes if "unbacked_bindings" in node.meta}
+    if context is None or not bindings or detect_fake_mode(inputs) is not None:
+        yield inputs
+        return
+    mode = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True))
+    try:
+        for node in bindings:
+            del node.meta["unbacked_bindings"]
+        context.fake_mode = mode
+        yield [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in inputs]
+    finally:
+        context.fake_mode = None
+        for node, names in bindings.items():
+            node.meta["unbacked_bindings"] = names
 
 
 @contextlib.contextmanager
@@ -1564,6 +1594,18 @@ def depends_on_data(symbol: object) -> bool:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return bool(free_unbacked_symbols(symbol)) or depends_on_float(symbol)
+
+
+def unknown_like(symbol: Any) -> Any:
+    """Return a symbolic number of the same kind about which nothing is known, as if it was just read from data.
+
+    `ShapeEnv.create_unbacked_symint` and its kin; symbols that no traced op makes are to be ignored by tracing
+    (`ignore_fresh_unbacked_symbols`; torch 2.11, 2.13).
+    """
+    environment = symbol.node.shape_env
+    kinds = {torch.SymInt: "symint", torch.SymFloat: "symfloat", torch.SymBool: "symbool"}
+    with environment.ignore_fresh_unbacked_symbols():
+        return getattr(environment, f"create_unbacked_{kinds[type(symbol)]}")()
 
 
 def depends_on_float(symbol: object) -> bool:

@@ -114,6 +114,38 @@ def test_a_number_of_the_data_changes_no_bit_and_no_budget(kind: type[Deep], cos
     assert trained(least).predicted_peak < everything.predicted_peak
 
 
+class Asserting(Deep):
+    """Checks its data first, and returns its loss, its logits, and a state that nothing reads."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        torch._check(torch.all(x < 5).item())
+        hidden = self.layers(x)
+        made = self.layers(hidden)
+        return made.square().mean(), made, hidden.tanh()
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}], ids=["each size", "dynamic"])
+def test_a_check_of_the_data_stays_in_steps_captured_again(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = Asserting()
+    compiled = fxremat.compile(copy.deepcopy(plain), "100%", **QUICK, **options)
+
+    def step(model: nn.Module, x: Tensor, retain: bool) -> Any:
+        def loss_of(outputs: tuple[Tensor, ...]) -> Tensor:
+            if retain:
+                outputs[0].backward(retain_graph=True)
+            return outputs[0]
+
+        return step_of(model, lambda: model(x), loss_of)
+
+    # from the second step on without a gradient of the state
+    for rows, retain in ((8, False), (8, False), (8, True), (12, False), (8, False)):
+        x = torch.rand(rows, 16)
+        assert differences(step(compiled, x, retain), step(plain, x, retain)) == []
+        with pytest.raises(RuntimeError, match="assertion failed"):
+            compiled(x + 5)
+
+
 class Queue(nn.Module):
     """Writes each batch into a buffer at a place that another buffer holds, as momentum contrast does."""
 

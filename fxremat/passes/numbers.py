@@ -15,7 +15,7 @@ from fxremat.errors import CaptureError
 from fxremat.graphs.names import place_of, source_of
 from fxremat.graphs.nodes import SYMBOLS, is_number
 from fxremat.graphs.symbolic import NotSymbolic, is_size
-from fxremat.torch_private import depends_on_data, depends_on_float, expression_of
+from fxremat.torch_private import depends_on_data, depends_on_float, expression_of, unknown_like
 
 aten = torch.ops.aten
 
@@ -33,6 +33,22 @@ def copy_views_by_number(graph: fx.Graph) -> None:
         packet = node.target.overloadpacket
         node.target = getattr(getattr(aten, f"{packet.__name__}_copy"), node.target._overloadname)
         node.meta["val"] = shown.new_empty([*map(_plain, shown.shape)])
+
+
+def keep_checks(graph: fx.Graph) -> None:
+    """Take numbers that come from numbers read from data as unknown, even if the model checks them. O(nodes).
+
+    Tracing notes what a check (`assert (ids >= 0).all().item()`) tells, and then takes the checked number for a
+    constant. Emitted so, the check would compare constants, and never fail.
+    """
+    for node in graph.nodes:
+        shown = node.meta.get("val")
+        if not isinstance(shown, SYMBOLS) or not is_size(shown):
+            continue
+        parents = [parent.meta.get("val") for parent in node.all_input_nodes]
+        reads = node.target is aten._local_scalar_dense.default
+        if reads or any(is_number(value) and not is_size(value) for value in parents):
+            node.meta["val"] = unknown_like(shown)
 
 
 def _begins_at_number(node: fx.Node, shown: torch.Tensor) -> bool:

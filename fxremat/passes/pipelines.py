@@ -33,7 +33,7 @@ from fxremat.passes.detach import drop_detach
 from fxremat.passes.dropout import drop_as_eager
 from fxremat.passes.gradients import lay_out_gradients
 from fxremat.passes.in_place import note_overwriting
-from fxremat.passes.numbers import copy_views_by_number, refuse_symbols
+from fxremat.passes.numbers import copy_views_by_number, keep_checks, refuse_symbols
 from fxremat.passes.seeded_dropout import draw_from_seeds
 from fxremat.passes.sharding import share
 from fxremat.passes.tangents import reshape_gradients
@@ -81,6 +81,7 @@ PASSES: Mapping[str, Pass] = {
         lay_out_gradients,
         drop_as_eager,
         draw_from_seeds,
+        keep_checks,
         copy_views_by_number,
         convolve_channels_last,
         halve_exactly,
@@ -93,16 +94,17 @@ _FIRST = (
     *("share", "wait_at_once", "drop_detach", "launch_as_ops", "drop_running_statistics", "reshape_gradients"),
     "lay_out_gradients",
 )
-_FOR_REGIONS = ("copy_views_by_number", "convolve_channels_last", "halve", "note_overwriting")
-_FOR_COMPILERS = ("wait_at_once", "drop_detach", "drop_running_statistics", "copy_views_by_number")
-_AS_GIVEN = (*_FOR_COMPILERS, "launch_as_ops")
+_NUMBERS = ("keep_checks", "copy_views_by_number")
+_FOR_REGIONS = (*_NUMBERS, "convolve_channels_last", "halve", "note_overwriting")
+_GRAPHS_OF_OTHERS = ("wait_at_once", "drop_detach", "drop_running_statistics")
+_AS_GIVEN = (*_GRAPHS_OF_OTHERS, *_NUMBERS, "launch_as_ops")
 PIPELINES: Mapping[str, tuple[str, ...]] = {
-    "any device": (*_FIRST, "drop_as_eager", "copy_views_by_number", "note_overwriting"),
-    "eager": (*_FIRST, "drop_as_eager", "copy_views_by_number", "halve_exactly", "note_overwriting"),
+    "any device": (*_FIRST, "drop_as_eager", *_NUMBERS, "note_overwriting"),
+    "eager": (*_FIRST, "drop_as_eager", *_NUMBERS, "halve_exactly", "note_overwriting"),
     "inductor": (*_FIRST, "drop_as_eager", *_FOR_REGIONS),
     "as given": (*_AS_GIVEN, "halve_exactly"),
     "as given, measured": (*_AS_GIVEN, "halve_exactly", "note_overwriting"),
-    "for compilers": _FOR_COMPILERS,
+    "for compilers": (*_GRAPHS_OF_OTHERS, "copy_views_by_number"),
     "inductor from seeds": (*_FIRST, "draw_from_seeds", *_FOR_REGIONS),
 }
 

@@ -131,7 +131,8 @@ def joint_of(name: str) -> tuple[fx.GraphModule, int]:
     return module, outputs
 
 
-CAPTURED_HERE = [name for name in PIPELINES["eager"] if name != "launch_as_ops"]  # a CPU captures no Triton kernel
+# a CPU captures no Triton kernel, and `keep_checks` changes only what is known of numbers
+CAPTURED_HERE = [name for name in PIPELINES["eager"] if name not in ("launch_as_ops", "keep_checks")]
 
 
 @pytest.mark.parametrize("name", [*CAPTURED_HERE, "convolve_channels_last"])
