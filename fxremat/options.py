@@ -31,7 +31,16 @@ from fxremat.plans import Plan
 from fxremat.settings import Inductor, Loss, Offload, Search, Slices, Wish, check_wishes
 from fxremat.solvers.registry import JOINS, LISTS, SOLVERS, TABLES
 from fxremat.solvers.registry import NAMES as CHAINS
-from fxremat.units import Budget, Bytes, Percent, did_you_mean, parse_budget, parse_bytes, shortened
+from fxremat.units import (
+    Budget,
+    Bytes,
+    Percent,
+    did_you_mean,
+    format_bytes,
+    parse_budget,
+    parse_bytes,
+    shortened,
+)
 
 log = logging.getLogger(__name__)
 
@@ -445,12 +454,13 @@ class Options:
             return
         if not isinstance(self.plan, Plan | str | os.PathLike):
             raise FxrematError(f"plan is {shortened(self.plan)}; it is a plan, or the file that plan.save(path) wrote")
-        if self.slicing or self.device:
-            raise FxrematError("plan runs as it was saved; it does not go with slices, or another device's costs")
+        if self.device:
+            raise FxrematError("plan runs as it was saved; it does not go with another device's costs")
         if self.compiles or self.dynamic:
             raise FxrematError("plan runs as it was saved: with PyTorch's kernels, for fixed sizes")
         if not isinstance(self.plan, Plan):
             self._set("plan", Plan.load(self.plan))
+        self._check_goes_with(self.saved)
         if self.saved.weights and not self.hosts_weights:
             when = ', updates="step"' if self.saved.weights.later else ""
             raise FxrematError(
@@ -461,6 +471,31 @@ class Options:
             self._set("strict", self.mem is None)
         if self.mem is None:
             self._set("mem", self.saved.budget)
+
+    def _check_goes_with(self, plan: Plan) -> None:
+        """Raise `FxrematError` for an option that contradicts a saved plan, or that says how to make one."""
+        for named in ("solver", "never_again", "keep"):
+            if getattr(self, named) != getattr(Options, named):
+                raise FxrematError(f"plan runs as it was saved; {named} is for making one: leave out one of the two")
+        if self.slicing and not plan.slices:
+            raise FxrematError("plan runs as it was saved, without slices; it does not go with slices")
+        made, copies = plan.compression, plan.chosen.transfers
+        contradicted = {
+            ("runs ops in slices", "slices=False"): plan.slices and self.slices is False,
+            ("runs ops in slices, which round otherwise", "exact=True"): plan.slices and self.exact,
+            ("stores values in fewer bytes", "compress=False"): made and self.compress is False,
+            ("rounds values that it stores", "exact=True"): made and made.rounded and self.exact,
+            ("lets values wait on the host", "offload=False"): copies and self.offload is False,
+        }
+        for (does, option), so in contradicted.items():
+            if so:
+                raise FxrematError(f"the plan {does}: it does not go with {option}; make a plan with that option")
+        limit = self.host and self.host.bytes
+        if limit and plan.on_host > limit:
+            raise FxrematError(
+                f"the plan lets {format_bytes(plan.on_host)} wait on the host, and Offload(limit=...) allows "
+                f"{format_bytes(limit)}"
+            )
 
     def _check_backend(self) -> None:
         if self.compiles and self.offloads_by_chain:

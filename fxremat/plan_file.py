@@ -13,7 +13,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fxremat.chains.join_schedule import JoinSchedule
 from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.cost.environment import environment
+from fxremat.cost.layouts import Strides
 from fxremat.errors import PlanMismatch
 from fxremat.graphs.accounting import device_of
 from fxremat.graphs.captured import Captured
@@ -69,6 +70,7 @@ class PlanData:
     means: tuple[Means, ...] = ()
     compression: Compression | None = None
     more_ways: bool = False
+    layouts: Mapping[str, Strides] = field(default_factory=dict)
 
     @property
     def graph(self) -> StepGraph:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from fxremat.errors import FxrematError
 from fxremat.planned_graphs import PlannedGraphs
 from fxremat.show.graphs import page, snapshot
 from fxremat.show.notebook import framed
@@ -32,6 +33,13 @@ class PlanOfGraphs(PlannedGraphs):
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Write the planned memory to a file that pytorch.org/memory_viz and `torch.cuda._memory_viz` open."""
         write(self.snapshot(), path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Raise `FxrematError`: only plans of models that are one graph are saved."""
+        raise FxrematError(
+            f"{os.fspath(path)} is not written: a plan of several graphs belongs to the calls of this process; plans "
+            "of models that are one graph can be saved (fullgraph=True says where this one breaks)"
+        )
 
     def __str__(self) -> str:
         return self.describe()

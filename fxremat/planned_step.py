@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -15,6 +15,7 @@ from fxremat.chains.schedule import Schedule
 from fxremat.chains.simulate import Timeline, simulate
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.cost.device_memory import DeviceMemory
+from fxremat.cost.layouts import Strides
 from fxremat.graphs.accounting import apart_from_copies
 from fxremat.graphs.captured import Captured, captured_of
 from fxremat.host.tier import HostTier
@@ -30,6 +31,7 @@ from fxremat.step.liveness import Memory, live_bytes, retained_peak
 from fxremat.step.program import Program
 from fxremat.step.reserved import AllocatorState
 from fxremat.step.step_graph import StepGraph
+from fxremat.transfers.activations import most_on_host
 from fxremat.units import format_bytes, format_ratio, format_seconds
 
 if TYPE_CHECKING:
@@ -141,6 +143,8 @@ class PlannedStep:
     saved_as: str = ""  # path of the file that the plan was read from; "": it was not read from a file
     assumed: str = ""  # what was assumed about the device that costs were estimated for
     retained: int = 0  # number of backwards of a call that the plan has room for, besides the last: `retained_peak`
+    # key of a call (`cost.layouts.key_of`) -> strides of its results, measured, with which the step was traced
+    layouts: Mapping[str, Strides] = field(default_factory=dict)
     # PyTorch's caching allocator when the plan was made; None: the device has none, or the plan is from a file
     allocator: AllocatorState | None = None
 
@@ -189,6 +193,12 @@ class PlannedStep:
         if self.weights:
             return self.weights.keep_all_peak
         return self._peak_of(self.alternatives.keep_all)
+
+    @property
+    def on_host(self) -> int:
+        """The most bytes of activations that wait on the host at a time."""
+        copies = self.chosen.transfers
+        return most_on_host(copies.program, self.costs, self.link) if copies and self.link else 0
 
     def _peak_of(self, candidate: Candidate) -> int:
         if not self.retained:

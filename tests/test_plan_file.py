@@ -117,6 +117,24 @@ def test_a_plan_with_slices_runs_as_it_did(tmp_path: Path) -> None:
     assert peak <= plan.budget
     other = refused(Head(), x[:128], tmp_path / "plan.json")
     assert "is of another step: " in other
+    fxremat.compile(Head(), plan=tmp_path / "plan.json", slices=True)
+    for option, value in (("slices", False), ("exact", True)):
+        with pytest.raises(FxrematError, match=f"runs ops in slices.* does not go with {option}={value}"):
+            fxremat.compile(Head(), plan=tmp_path / "plan.json", **{option: value})
+
+
+def test_a_plan_with_copies_does_not_go_with_less_on_the_host(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    path = tmp_path / "plan.json"
+    least = fxremat.compile(model(), "100%", example_inputs=(rows(),), **QUICK).plan.minimum
+    made = fxremat.compile(model(), least, offload=True, solver="periodic", example_inputs=(rows(),), **QUICK).plan
+    assert made.on_host
+    made.save(path)
+    fxremat.compile(model(), plan=path, offload=Offload(limit=made.on_host))
+    with pytest.raises(FxrematError, match=r"wait on the host: it does not go with offload=False"):
+        fxremat.compile(model(), plan=path, offload=False)
+    with pytest.raises(FxrematError, match=r"wait on the host, and Offload\(limit=...\) allows"):
+        fxremat.compile(model(), plan=path, offload=Offload(limit=made.on_host - 1))
 
 
 def test_it_says_what_the_plan_says(saved: tuple[Plan, Path]) -> None:
@@ -171,6 +189,53 @@ def test_with_a_budget_another_plan_is_made_and_told_of(
     assert compiled.plan is not None
     assert compiled.plan.predicted_peak <= 0.7 * compiled.plan.keep_all_peak
     assert all(map(torch.equal, found, gradients(model(depth=3), rows())))
+
+
+@pytest.mark.parametrize("mem", [100_000, "30%", "min"])
+def test_a_plan_that_takes_more_than_the_budget_beside_it_is_not_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mem: int | str
+) -> None:
+    torch._dynamo.reset()
+    path = tmp_path / "plan.json"
+    fxremat.compile(model(), "100%", example_inputs=(rows(),), **QUICK).plan.save(path)
+    compiled = fxremat.compile(model(), mem, plan=path, **QUICK)
+    try:
+        gradients(compiled, rows())
+    except fxremat.BudgetTooSmall as error:
+        assert error.minimum > error.budget  # noqa: PT017 - either outcome is right
+    else:
+        assert compiled.plan.predicted_peak <= compiled.plan.budget < fxremat.Plan.load(path).predicted_peak
+    assert "plan.json takes " in caplog.text
+    assert "another plan is made" in caplog.text
+
+
+class Normed(nn.Module):
+    """BatchNorm of a transposed input, whose result lies otherwise than fake tensors tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm, self.head = nn.Embedding(50, 32), nn.BatchNorm1d(32), nn.Linear(32, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        normed = self.norm(self.embedding(tokens).transpose(1, 2)).transpose(1, 2)
+        return nn.functional.cross_entropy(self.head(normed).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("mem", [None, "100%"])
+def test_a_step_that_was_traced_with_measured_layouts_is_traced_so_again(tmp_path: Path, mem: str | None) -> None:
+    torch._dynamo.reset()
+    tokens, path = torch.randint(0, 50, (8, 32)), tmp_path / "plan.json"
+    made = fxremat.compile(Normed(), "100%", example_inputs=(tokens,), **QUICK).plan
+    assert made.layouts
+    made.save(path)
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("variants_of", "fastest"):
+            patch.setattr(planning, name, None)  # nothing is planned
+        again = fxremat.compile(Normed(), mem, plan=path)
+        assert all(map(torch.equal, gradients(again, tokens), gradients(Normed(), tokens)))
+    assert again.plan.program.steps == made.program.steps
 
 
 def changed(path: Path, to: Path, change: Any, *, signed: bool = True) -> Path:
@@ -254,7 +319,9 @@ def test_a_plan_that_updates_weights_runs_with_an_optimizer_of_its_kind(
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"plan": 3}, "plan is 3; it is a plan, or the file"), ({"slices": True}, "it does not go with slices"),
-     ({"dynamic": True}, "for fixed sizes"), ({"backend": "inductor"}, "with PyTorch's kernels")],
+     ({"dynamic": True}, "for fixed sizes"), ({"backend": "inductor"}, "with PyTorch's kernels"),
+     ({"solver": "revolve"}, "solver is for making one"), ({"keep": "*.0"}, "keep is for making one"),
+     ({"never_again": "*.0"}, "never_again is for making one")],
 )  # fmt: skip
 def test_options_that_do_not_go_with_a_plan(saved: tuple[Plan, Path], options: dict[str, Any], message: str) -> None:
     with pytest.raises(FxrematError, match=message):

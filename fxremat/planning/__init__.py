@@ -41,7 +41,7 @@ from fxremat.planning.step import Step
 from fxremat.plans import Plan
 from fxremat.progress import bars, planning
 from fxremat.transfers.network import communicates
-from fxremat.units import Least
+from fxremat.units import Least, format_bytes
 
 log = logging.getLogger(__name__)
 HOPE = 3  # whole graphs are compiled if the least budget op by op is at most this many times the user's
@@ -145,9 +145,12 @@ def _saved(step: Step, options: Options) -> Plan | None:
         PlanMismatch: the plan is for another step, and the options do not allow a new plan instead.
     """
     made, reason = None, ""
+    limit = None if options.strict else limit_of(step, options, replayed=False)  # by all ranks together
     with planning(what(step, Limit(words=str(options.mem)))) as planned:
         try:
             made = _with_weights(options.saved.on(step.graph), step)
+            if limit is not None:
+                _check_within(made, limit, options)
         except PlanMismatch as error:
             reason = str(error)
         reason = next(filter(None, step.ranks.gathered(reason, "reading plans")), "")
@@ -162,6 +165,15 @@ def _saved(step: Step, options: Options) -> Plan | None:
         return replace(made, tier=step.trained.weights.tier)
     tier = (options.tier or default_tier(device_of(made.graph))) if made.chosen.transfers else None
     return replace(made, tier=tier)
+
+
+def _check_within(made: Plan, limit: Limit, options: Options) -> None:
+    """Raise `PlanMismatch` for a saved plan that takes more than the budget given beside it."""
+    least = isinstance(options.budget, Least)
+    allowed = made.known_minimum if least else limit.of(lambda: made.keep_all_peak).bytes
+    if made.predicted_peak > allowed:
+        taken, given = format_bytes(made.predicted_peak), format_bytes(allowed)
+        raise PlanMismatch(f"{made.saved_as or 'the plan'} takes {taken}, and mem={options.mem!r} allows {given}")
 
 
 def _with_weights(made: Plan, step: Step) -> Plan:

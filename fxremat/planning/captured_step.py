@@ -120,7 +120,7 @@ class FixedStep(CapturedStep):
         if mem is not None or options:
             settings = changed_options(settings, mem=mem, **options)
         without_inputs = FixedStep(replace(self._step, inputs=()), settings)
-        return replace(plan(self._step, settings), step=without_inputs)
+        return replace(plan(self._step, settings), step=without_inputs, layouts=self._step.layouts)
 
     def least(self) -> int:
         """Return the least budget that works, in bytes."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fxremat.agreement import ALONE, Agreement
+from fxremat.cost.layouts import Strides
 from fxremat.graphs.captured import Captured
 from fxremat.ops.parameters import Weights
 
@@ -62,6 +63,8 @@ class Step:
     as_eager: Captured | None = None
     # the peak that a budget in percent refers to; None: this step's own peak without recomputation
     reference: Reference | None = None
+    # measured strides of results that the graph was traced with: see `PlannedStep.layouts`
+    layouts: Mapping[str, Strides] = field(default_factory=dict)
     ranks: Agreement = ALONE  # the ranks that plan and run the step together
 
 

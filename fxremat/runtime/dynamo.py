@@ -193,7 +193,7 @@ class Backend:
         self._stepped = set[int]()  # the `id` of each parameter of the model that steps update themselves
         self.hosted: frozenset[int] = frozenset()  # indices in the optimizer of the parameters that live on the host
         # key of a call (see `cost.layouts.key_of`) -> strides that were measured
-        self._layouts: dict[str, Strides] = {}
+        self._layouts: dict[str, Strides] = {} if options.plan is None else dict(options.saved.layouts)
         self._any_layout = False  # True if the backward that is being compiled accepts gradients of any strides
         # what `device_mem` was divided for: the most bytes of inputs, and the most parameters that had a gradient at
         # the beginning, and that were trained
@@ -722,6 +722,7 @@ class Backend:
             trained=trained,
             called_with=called_with,
             as_eager=as_eager,
+            layouts=dict(self._layouts),
             ranks=ranks_of(joint, called_with),
         )
 

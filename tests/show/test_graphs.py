@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.errors import FxrematError
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.planned_graphs import named
 from fxremat.settings import Search
@@ -154,3 +155,9 @@ def test_names_cannot_break_out_of_the_page() -> None:
     plan = copy.copy(planned(False))
     object.__setattr__(plan, "model", "<script>alert(1)</script>")
     assert "<script" not in plan.to_html()
+
+
+def test_a_plan_of_several_graphs_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(FxrematError, match=r"plan\.json is not written: a plan of several graphs belongs to the calls"):
+        planned(False).save(tmp_path / "plan.json")
+    assert not any(tmp_path.iterdir())
