@@ -9,8 +9,8 @@ heads its gradients round differently. So this is decided before a call is trace
     before the call       `left_out` looks whether masks and position ids among the inputs are such, as eager mode does
     while it is traced    transformers is told that there is no mask, and that no sequences are packed;
                           `fxremat::masks_nothing` and `fxremat::counts_up` mark the tensors that it would have read
-    the captured graph    `unmark` checks that every marked tensor is one of those inputs, or made by `torch.arange`;
-                          if not, capture is repeated
+    the captured graph    `unmark` checks that every marked tensor is one of those inputs, or made by `torch.arange` or,
+                          in a model that is given no mask, by `torch.ones`; if not, capture is repeated
     later calls           dynamo guards on the answer: a call with padding is another graph, with a plan of its own
 """
 
@@ -98,7 +98,7 @@ def _is_padding_mask(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def left_out(masks: Sequence[Tensor], positions: Sequence[Tensor] | None) -> Iterator[None]:
+def left_out(masks: Sequence[Tensor] | None, positions: Sequence[Tensor] | None) -> Iterator[None]:
     """Within this context, let traced code make no attention masks where nothing is masked, as in eager mode.
 
     Before torch 2.13 transformers would keep a purely causal mask even for calls without padding masks: it asks
@@ -106,14 +106,15 @@ def left_out(masks: Sequence[Tensor], positions: Sequence[Tensor] | None) -> Ite
     answer is no.
 
     Args:
-        masks: the padding masks of the call; they are left out if all of them mask nothing.
+        masks: the padding masks that the call is given; if all of them mask nothing they are left out, and so are those
+            that the model makes of ones. None: masks are kept.
         positions: the position ids that the call is given. None: traced code looks for packed sequences.
     """
     global _nothing_masked, _nothing_packed
     library: Any = sys.modules.get("transformers.masking_utils")
     replaced = {name: getattr(library, name) for name in REPLACED if hasattr(library, name)}
     before = _nothing_masked, _nothing_packed
-    _nothing_masked = bool(masks and replaced) and all(map(_is_full, masks))
+    _nothing_masked = bool(replaced) and masks is not None and all(map(_is_full, masks))
     _nothing_packed = bool(replaced) and positions is not None and all(map(_counts_up, positions))
     for name, function in replaced.items():
         setattr(library, name, REPLACED[name](function))
@@ -202,11 +203,11 @@ def unmark(graph: fx.Graph, names: Sequence[str]) -> list[Check]:
 
     Raises:
         ComputedMask: a marked tensor is not (a cast or reshape of) an input whose values were checked before the call,
-            nor position ids that `torch.arange` has made, or the model has written to it.
+            nor a mask that `torch.ones` or position ids that `torch.arange` has made, or the model has written to it.
     """
     return [
-        *_unmarked(graph, names, masks_nothing, _origin, padding_masks, _is_full),
-        *_unmarked(graph, names, counts_up, _origin_of_rows, position_ids, _counts_up),
+        *_unmarked(graph, names, masks_nothing, _origin, _is_ones, padding_masks, _is_full),
+        *_unmarked(graph, names, counts_up, _origin_of_rows, _is_range, position_ids, _counts_up),
     ]
 
 
@@ -215,6 +216,7 @@ def _unmarked(
     names: Sequence[str],
     op: Any,
     origin_of: Callable[[fx.Node], fx.Node],
+    is_made: Callable[[fx.Node], bool],
     known: Callable[[Mapping[str, Any]], Mapping[str, Tensor]],
     holds: Callable[[Tensor], bool],
 ) -> Iterator[Check]:
@@ -226,8 +228,7 @@ def _unmarked(
         given = origin_of(mark.args[0])
         name = input_and_dimension(given, names)[0] if given.op == "placeholder" else ""
         is_known = name.isidentifier() and bool(known({name: given.meta.get("example_value")}))
-        counted = op is counts_up and _is_range(given)
-        if not (is_known or counted) or given in written:
+        if not (is_known or is_made(given)) or given in written:
             raise ComputedMask(f"the model computes {given.name}, whose values decide about an attention mask")
         graph.erase_node(mark)
         if is_known:
@@ -292,6 +293,11 @@ def _rank(node: Any) -> int:
 def _length(node: Any) -> str:
     """Return the length of the rows of a node's tensor, as text, since comparing symbolic sizes would add guards."""
     return str(node.meta["example_value"].shape[-1]) if _rank(node) else ""
+
+
+def _is_ones(node: fx.Node) -> bool:
+    """Tell whether a node makes a tensor of ones."""
+    return node.target in (torch.ones, torch.ones_like, "new_ones")
 
 
 def _is_range(node: fx.Node) -> bool:

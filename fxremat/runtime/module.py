@@ -859,18 +859,19 @@ def _position_ids(training: _Training, named: Mapping[str, Any]) -> Sequence[tor
     return given
 
 
-def _padding_masks(training: _Training, named: Mapping[str, Any]) -> Sequence[torch.Tensor]:
-    """Return the padding masks of a call that may be left out of the graph; () if the model computes masks itself.
+def _padding_masks(training: _Training, named: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
+    """Return the padding masks of a call that may be left out of the graph; None if the model computes masks itself.
 
-    Also () in a job of several ranks, which all have to capture the same graph.
+    Also None in a job of several ranks, which all have to capture the same graph, and for models that are not of
+    transformers and are given no mask.
     """
     masks = padding_masks(named)
     if not (training.keeps_masks or among_ranks()):
-        return [*masks.values()]
+        return [*masks.values()] if masks or training.of_transformers else None
     if masks and not training.backend.plans and groups_heads(training.model):
         where = "in this model, which computes masks itself," if training.keeps_masks else "among ranks"
         warnings.warn(MASKED.format(where=where), stacklevel=5)
-    return ()
+    return None
 
 
 class _Begin:

@@ -208,6 +208,42 @@ def test_a_mask_that_the_model_computes_is_not_taken_for_the_one_it_was_given(
     assert sum("call the model without attention_mask" in str(each.message) for each in caught) == masked
 
 
+class MadeMask(nn.Module):
+    """Makes its mask, as many models do that are given none."""
+
+    def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.made = llama(), made
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return self.inner(input_ids=input_ids, attention_mask=self.made(input_ids), labels=labels)
+
+
+def last_masked(tokens: Tensor) -> Tensor:
+    mask = tokens.new_ones(tokens.shape)
+    mask[1, -4:] = 0
+    return mask
+
+
+@pytest.mark.filterwarnings("ignore:in this model, which computes masks itself")
+@pytest.mark.parametrize(
+    ("made", "masked"),
+    [
+        (lambda tokens: torch.ones(tokens.shape, dtype=torch.long), False),
+        (last_masked, True),
+        pytest.param(torch.ones_like, False, marks=pytest.mark.long),
+        pytest.param(lambda tokens: tokens != PAD, True, marks=pytest.mark.long),
+    ],
+    ids=["ones", "written", "ones_like", "by tokens"],
+)
+def test_a_mask_that_the_model_makes_is_left_out_if_it_is_of_ones(
+    made: Callable[[Tensor], Tensor], masked: bool
+) -> None:
+    batch = {name: value for name, value in tokens().items() if name != "attention_mask"}
+    batch["input_ids"][1, -4:] = PAD
+    assert masked_in_graphs(compare(lambda: MadeMask(made), batch)) == [masked]
+
+
 class LateMask(OwnMask):
     """Computes its mask in the second of two graphs, after random numbers were drawn and a buffer was written."""
 
