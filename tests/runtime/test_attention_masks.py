@@ -230,9 +230,9 @@ def last_masked(tokens: Tensor) -> Tensor:
     ("made", "masked"),
     [
         (lambda tokens: torch.ones(tokens.shape, dtype=torch.long), False),
-        (last_masked, True),
+        pytest.param(last_masked, True, marks=pytest.mark.long),
         pytest.param(torch.ones_like, False, marks=pytest.mark.long),
-        pytest.param(lambda tokens: tokens != PAD, True, marks=pytest.mark.long),
+        (lambda tokens: tokens != PAD, True),
     ],
     ids=["ones", "written", "ones_like", "by tokens"],
 )
