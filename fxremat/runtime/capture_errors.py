@@ -38,6 +38,7 @@ ADVICE = (
         r"Unsupported context manager|register_buffer|register_\w*hook|setattr",
         "If it is done at the first call only, call the uncompiled model once before compiling it",
     ),
+    ("wrap sparse", "No graph takes sparse tensors: multiply by them before the call, or pass indices and values"),
     (r"[Ss]parse", "Use dense gradients (sparse=False)"),
     (r"manual_seed|[gs]et_rng_state|Generator", "Seed before the call, and draw from the default generator"),
     (r"print\(|Logger|reorderable", "Leave messages out of forward"),

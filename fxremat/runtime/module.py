@@ -114,8 +114,8 @@ MASKED = (
 )
 ONE_GRAPH = "{error}. fxremat.compile trains such a model as several graphs, but {reason} needs one"
 NO_GRAPHS = (
-    "no part of {name} could be captured as a graph: it runs as plain PyTorch, and no budget holds. Move the body of "
-    "the loop, or what is before and after the line that breaks the graph, into methods of their own"
+    "no part of {name} could be captured as a graph: it runs as plain PyTorch, and no budget holds. {reason}. What is "
+    "around a line that breaks the graph, such as the body of a loop, can be captured in a method of its own"
 )
 NOTHING_TO_PLAN = "there is nothing to plan: the model's forward computes nothing that needs a gradient"
 UNKNOWN_COPY = (
@@ -169,6 +169,7 @@ class _Training:
     # `plain`, captured by dynamo as several graphs; None: it is captured as one graph
     in_parts: Callable[..., Any] | None = None
     broken_by: str = ""  # why the model is several graphs, until that was told
+    not_one_graph: str = ""  # the error of its capture as one graph
     # True while a model of several graphs may run once, in order to be planned before its first training call
     may_try: bool = False
     # True if the forward was replaced and cannot be captured, so that a child is planned instead
@@ -211,7 +212,8 @@ class _Training:
         place = graph_break_place(error) if backend_failure(error) is None else None  # else the error says more
         where = clear.place or ("" if place is None or place == UNKNOWN_LINE else place)
         self._coordinate(where)
-        self.broken_by = f"tracing stops at {where}" if where else str(clear)
+        self.not_one_graph = str(clear).rstrip(".")
+        self.broken_by = f"tracing stops at {where}" if where else self.not_one_graph
 
     def tell_of_graphs(self) -> None:
         """Tell once, when the first graph is planned, that the model is several graphs, and why."""
@@ -920,7 +922,7 @@ def _run_in_parts(training: _Training, args: tuple[Any, ...], kwargs: dict[str, 
             training.tell_of_graphs()
         elif not training.warned:
             training.warned = True
-            warnings.warn(NO_GRAPHS.format(name=training.backend.model), stacklevel=6)
+            warnings.warn(_no_graphs(training), stacklevel=6)
         return outputs
     except Exception as error:
         training.tell_of_graphs()
@@ -930,6 +932,11 @@ def _run_in_parts(training: _Training, args: tuple[Any, ...], kwargs: dict[str, 
         if coordinator.steps == 1:
             training.in_parts = training.backend.coordinator = None
         raise
+
+
+def _no_graphs(training: _Training) -> str:
+    reason = training.not_one_graph or "It reads the values of tensors, or PyTorch does not trace its code"
+    return NO_GRAPHS.format(name=training.backend.model, reason=reason[0].upper() + reason[1:])
 
 
 def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

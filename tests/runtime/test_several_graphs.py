@@ -876,9 +876,26 @@ class Depths(nn.Module):
         return x.square().mean()
 
 
+class Sparse(nn.Module):
+    """Multiplies by a sparse input, which no graph takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(x, self.layer.weight).square().mean()
+
+
+def test_of_sparse_inputs_a_warning_tells() -> None:
+    compiled = fxremat.compile(Sparse(), mem="80%")
+    with pytest.warns(UserWarning, match="no part of Sparse could be captured.* No graph takes sparse tensors"):
+        compiled(torch.eye(32).to_sparse()).backward()
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 def test_of_a_model_without_graphs_only_one_thing_is_told(caplog: pytest.LogCaptureFixture) -> None:
     compiled = fxremat.compile(Depths(), mem="80%")
-    with caplog.at_level(logging.WARNING), pytest.warns(UserWarning, match="no part of Depths could be captured"):
+    with caplog.at_level(logging.WARNING), pytest.warns(UserWarning, match="no part of Depths .* stops at .*random"):
         compiled(rows()).backward()
     assert "is trained as several graphs" not in caplog.text
