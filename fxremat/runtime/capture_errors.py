@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import torch
 from torch import fx, nn
 
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.graphs.captured import Captured
+from fxremat.graphs.names import place_of
 from fxremat.torch_private import (
+    UNKNOWN_LINE,
     backend_failure,
     backward_hooks_of,
     graph_break_place,
@@ -144,6 +147,18 @@ def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> 
         )
     where = f"{place} ({_first_line(error)})"
     return CaptureError(f"the model is not one graph: tracing stops at {where}. {advice(where)}")
+
+
+def note_failed_check(error: Exception, captured: Captured) -> None:
+    """Add the line of the model to an error of a captured step, if it is a check of data that failed there."""
+    checks = (node for node in captured.nodes if node.target is torch.ops.aten._assert_scalar.default)
+    for check in checks:
+        if check.args[1] == str(error):
+            computed = [check]
+            while not place_of(computed[-1]) and (inputs := computed[-1].all_input_nodes):
+                computed.append(inputs[0])
+            error.add_note(f"The model checks this at {place_of(computed[-1]) or UNKNOWN_LINE}")
+            return
 
 
 def is_not_one_graph(error: Exception) -> bool:

@@ -46,7 +46,7 @@ from fxremat.runtime.attention_masks import (
     padding_masks,
     position_ids,
 )
-from fxremat.runtime.capture_errors import explained, is_not_one_graph, submodule_error
+from fxremat.runtime.capture_errors import explained, is_not_one_graph, note_failed_check, submodule_error
 from fxremat.runtime.changing_attributes import ChangingAttributes
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.dynamo import Backend, Reached, Until
@@ -809,6 +809,8 @@ def _forward_once(module: Any, training: _Training, args: tuple[Any, ...], kwarg
             heartbeat.note_failure(clear or error)
             _check_trainable(training.model, args, kwargs)
             if clear is None:
+                for plan in backend.plans:
+                    note_failed_check(error, plan.captured)
                 raise
             reason = "" if backend.options.fullgraph else training.needs_one_graph
             if reason and isinstance(clear, CaptureError) and "not one graph" in str(clear):
