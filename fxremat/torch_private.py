@@ -121,28 +121,23 @@ def _scalars_as_symbols(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterat
     """Within this context, a graph that reads numbers from data can be traced outside of dynamo; yield inputs for it.
 
     A graph that checks its data, as `assert (ids >= 0).all().item()` does, holds such numbers as symbols of dynamo's
-    `ShapeEnv`: `meta["unbacked_bindings"]` names them. Outside of dynamo, that is, in a tracing context without fake
-    tensors, it needs a `ShapeEnv` of its own that allows them, and no names of the other's (torch 2.11, 2.13).
+    `ShapeEnv`, which `meta["unbacked_bindings"]` names. Outside of dynamo, that is, in a tracing context without fake
+    tensors, it needs that `ShapeEnv`, which knows what was checked: the one of its example values (torch 2.11, 2.13).
     """
     from torch._guards import TracingContext, detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     context = TracingContext.try_get()
-    bindings = {node: node.meta["unbacked_bindings"] for node in module.graph.nodes if "unbacked_bindings" in node.meta}
-    if context is None or not bindings or detect_fake_mode(inputs) is not None:
+    reads = any("unbacked_bindings" in node.meta for node in module.graph.nodes)
+    shown = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
+    mode = detect_fake_mode(shown) if reads and context is not None and context.fake_mode is None else None
+    if context is None or mode is None or detect_fake_mode(inputs) is not None:
         yield inputs
         return
-    mode = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True))
     try:
-        for node in bindings:
-            del node.meta["unbacked_bindings"]
         context.fake_mode = mode
         yield [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in inputs]
     finally:
         context.fake_mode = None
-        for node, names in bindings.items():
-            node.meta["unbacked_bindings"] = names
 
 
 @contextlib.contextmanager

@@ -142,6 +142,8 @@ def test_a_check_of_the_data_stays_in_steps_captured_again(options: dict[str, An
     for rows, retain in ((8, False), (8, False), (8, True), (12, False), (8, False)):
         x = torch.rand(rows, 16)
         assert differences(step(compiled, x, retain), step(plain, x, retain)) == []
+        if torch_release() < (2, 13):
+            continue  # torch 2.11's AOTAutograd drops the check
         with pytest.raises(RuntimeError, match="assertion failed") as failed:
             compiled(x + 5)
         assert "test_numbers.py" in failed.value.__notes__[0]
