@@ -772,3 +772,21 @@ def test_percent_does_not_refer_to_sizes_that_the_model_merely_allows(dynamic: b
         if length == 16:
             most = compiled.plan.keep_all_peak
         assert compiled.plan.budget <= 0.81 * most, length
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}], ids=["fixed", "dynamic"])
+def test_a_smaller_step_may_take_what_an_earlier_one_took(options: dict[str, Any]) -> None:
+    """With frozen layers there is nothing to recompute, and a percentage of what is left would be too little."""
+    x = rows()
+    alone = Loss(Stack(depth=4))
+    frozen = [*alone.parameters()][:-2]
+    compiled = fxremat.compile(copy.deepcopy(alone), mem="80%", **QUICK, **options)
+    compiled(x).backward()
+    before = compiled.plan.budget
+    for each in (*frozen, *[*compiled.parameters()][:-2]):
+        each.requires_grad_(False)
+    for _ in range(2):
+        assert peak_bytes(lambda: compiled(x).backward()) <= before
+        assert compiled.plan.budget == before
+    with pytest.raises(fxremat.BudgetTooSmall):
+        fxremat.compile(alone, mem="80%", **QUICK, **options)(x)

@@ -109,17 +109,22 @@ class PlansOfSizes:
         plan = replan(step, self._known, self._options, choose) if self._known else None
         known = self._known
         if plan is None:
-            try:
-                plan = plan_from_nothing(step, self._options)
-            except BudgetTooSmall as error:
-                remark = f", and the budget is {limit_of(step, self._options).words}" if reference else ""
-                raise error.explained(note=f"this is for inputs of {called_with}{remark}") from None
+            plan = self._from_nothing(step)
             known = (*self._known[1 - KNOWN :], plan)
         if keep:
             self._known, self._range = known, range_
             if reference:
                 self._largest_call.note(reference)
         return replace(plan, step=SizedStep(self, dims))
+
+    def _from_nothing(self, step: Step) -> Plan:
+        try:
+            return plan_from_nothing(step, self._options)
+        except BudgetTooSmall as error:
+            if larger := self._largest_call.with_more(error.budget, self._options.budget):
+                return self._from_nothing(replace(step, reference=larger))
+            remark = f", and the budget is {limit_of(step, self._options).words}" if step.reference else ""
+            raise error.explained(note=f"this is for inputs of {step.called_with}{remark}") from None
 
     def least(self, dims: Dims) -> int:
         """Return the least budget at these sizes, in bytes, by a search from nothing."""

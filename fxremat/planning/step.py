@@ -12,6 +12,7 @@ from fxremat.agreement import ALONE, Agreement
 from fxremat.cost.layouts import Strides
 from fxremat.graphs.captured import Captured
 from fxremat.ops.parameters import Weights
+from fxremat.units import Budget, Percent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,18 @@ class LargestCall:
     """
 
     reference: Reference | None = None
+    among: Mapping[object, LargestCall] = field(default_factory=dict, repr=False)  # those of all calls of the model
+
+    def with_more(self, bytes: int, budget: Budget) -> Reference | None:
+        """Return the model's largest call so far, whatever it did, if a budget in percent of it is more than `bytes`.
+
+        A step that is smaller than earlier ones, since layers were frozen for instance, may take as much as they did.
+        """
+        calls = [each.reference for each in self.among.values() if each.reference is not None]
+        largest = max(calls, key=lambda each: each.bytes, default=None)
+        if largest is None or not isinstance(budget, Percent) or largest.bytes * budget.of_keep_all / 100 < bytes + 1:
+            return None
+        return largest
 
     def or_larger(self, other: Reference) -> Reference:
         """Return the larger one of the largest call so far and another call."""

@@ -257,7 +257,9 @@ class Backend:
         names = map(parameter_name, placeholders)
         self._names = [name and self.tied.get(name, name) for name in names]
         self._placeholders = placeholders
-        self._largest_call = self._largest_calls.setdefault(_without_sizes(module.graph), LargestCall())
+        self._largest_call = self._largest_calls.setdefault(
+            _without_sizes(module.graph), LargestCall(among=self._largest_calls)
+        )
         backend = aot_backend(
             fw_compiler=lambda graph, _: self._forward(graph, made[-1]),
             bw_compiler=lambda graph, _: made.pop().backward_of(graph),
@@ -729,7 +731,14 @@ class Backend:
     def _plan_fixed(self, step: Step) -> Plan:
         """Plan a step of fixed sizes, and append the plan to `plans`."""
         step = self._as_percent_of_largest(step)
-        plan = FixedStep(step, self.options).plan()
+        try:
+            plan = FixedStep(step, self.options).plan()
+        except BudgetTooSmall as error:
+            larger = self._largest_call.with_more(error.budget, self.options.budget)
+            if larger is None or len(step.ranks.ranks) > 1:
+                raise
+            step = replace(step, reference=larger)
+            plan = FixedStep(step, self.options).plan()
         if isinstance(budget := self.options.budget, Percent) and step.reference is None:
             everything = math.ceil(plan.budget * 100 / budget.of_keep_all)
             self._largest_call.note(Reference(bytes=everything, of=step.called_with))
