@@ -1023,7 +1023,7 @@ def backend_failure(error: BaseException) -> BaseException | None:
 
 
 def needs_data(error: BaseException) -> bool:
-    """Tell whether tracing failed because it needed a data-dependent number; the error does not name the code line.
+    """Tell whether tracing failed because it needed a data-dependent number.
 
     `torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode` (torch 2.11, 2.13).
     """
@@ -1037,11 +1037,13 @@ def graph_break_place(error: BaseException) -> str | None:
 
     None if the error is something else.
 
-    `torch._dynamo.exc.Unsupported` and `UserError` have `real_stack`, the frames up to there (torch 2.11, 2.13). The
-    last frame outside of torch is named.
+    `torch._dynamo.exc.Unsupported` and `UserError` have `real_stack`, the frames up to there, and dynamo gives it to the
+    errors that `needs_data` knows (torch 2.11, 2.13). The last frame outside of torch is named.
     """
     from torch._dynamo import exc
 
+    if needs_data(error):
+        return _place(getattr(error, "real_stack", None) or [])
     if not isinstance(error, exc.TorchDynamoException):
         return None
     return _place(getattr(error, "real_stack", None) or []) or UNKNOWN_LINE

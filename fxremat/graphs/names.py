@@ -31,19 +31,21 @@ _PART = re.compile(rf"""\.(?!_modules\[)((?:[^.'"\[]|\[(?!(?:{_KEY})\]))+)|\[({_
 _GETATTR = re.compile(rf"""getattr\(([^()]*), ({_KEY})\)""")
 # keys in the `meta` of a joint graph's inputs: the parameter's name and the model's class
 NAME, MODEL = "fxremat_name", "fxremat_model"
-_HERE = str(Path(__file__).parents[1]) + os.sep  # the folder of this library
+# the folders of this library and of PyTorch
+_NOT_THE_USERS = tuple(str(path) + os.sep for path in (Path(__file__).parents[1], Path(torch.__file__).parent))
 FLOAT = "fxremat_float"  # key in `meta`: True for an input that dynamo makes from a Python float at each call
 
 
 def frame_of(node: fx.Node) -> Frame | None:
     """Return file, line, function and source code of an op; None if tracing did not record it.
 
-    It is the innermost line outside of fxremat, which casts and gathers parameters in calls of the user's modules.
+    It is the innermost line outside of PyTorch and of fxremat, which casts and gathers parameters in calls of the
+    user's modules.
     """
     frames = re.findall(r'File "(.+)", line (\d+), in (<?\w+>?)\n *(.*)', node.meta.get("stack_trace") or "")
     if not frames:
         return None
-    others = (frame for frame in reversed(frames) if not frame[0].startswith(_HERE))
+    others = (frame for frame in reversed(frames) if not frame[0].startswith(_NOT_THE_USERS))
     file, line, function, code = next(others, frames[-1])
     return Frame(file=file, line=int(line), function=function_resumed(function), code=code)
 
