@@ -178,6 +178,9 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         new.write_bytes(content)
         new.replace(path)
+    except OSError as error:
+        error.filename, error.filename2 = os.fspath(path), None  # not those of the temporary file
+        raise
     finally:
         new.unlink(missing_ok=True)
 

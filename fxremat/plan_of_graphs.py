@@ -37,8 +37,9 @@ class PlanOfGraphs(PlannedGraphs):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Raise `FxrematError`: only plans of models that are one graph are saved."""
         raise FxrematError(
-            f"{os.fspath(path)} is not written: a plan of several graphs belongs to the calls of this process; plans "
-            "of models that are one graph can be saved (fullgraph=True says where this one breaks)"
+            f"{os.fspath(path)} is not written: a plan of several graphs, or of several calls before one backward, "
+            "belongs to the calls of this process; that of a model which is one graph (fullgraph=True) and is called "
+            "once can be saved"
         )
 
     def __str__(self) -> str:

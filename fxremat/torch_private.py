@@ -1037,8 +1037,8 @@ def graph_break_place(error: BaseException) -> str | None:
 
     None if the error is something else.
 
-    `torch._dynamo.exc.Unsupported` and `UserError` have `real_stack`, the frames up to there, and dynamo gives it to the
-    errors that `needs_data` knows (torch 2.11, 2.13). The last frame outside of torch is named.
+    `torch._dynamo.exc.Unsupported` and `UserError` have `real_stack`, the frames up to there, and dynamo gives it to
+    the errors that `needs_data` knows (torch 2.11, 2.13). The last frame outside of torch is named.
     """
     from torch._dynamo import exc
 

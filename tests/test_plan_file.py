@@ -209,6 +209,16 @@ def test_a_plan_that_takes_more_than_the_budget_beside_it_is_not_taken(
     assert "another plan is made" in caplog.text
 
 
+def test_a_plan_with_less_room_for_the_loss_than_it_needs_is_not_taken(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    path = tmp_path / "plan.json"
+    fxremat.compile(Stack(depth=2), "100%", example_inputs=(rows(),), loss="100KiB", **QUICK).plan.save(path)
+    message = r"plan.json sets 100.0 KiB aside for the loss outside the model, and loss= says 101.0 KiB"
+    with pytest.raises(PlanMismatch, match=message):
+        fxremat.compile(Stack(depth=2), plan=path, loss="101KiB")(rows())
+    fxremat.compile(Stack(depth=2), plan=path, loss="100KiB")(rows()).square().mean().backward()
+
+
 class Normed(nn.Module):
     """BatchNorm of a transposed input, whose result lies otherwise than fake tensors tell."""
 
@@ -246,6 +256,12 @@ def changed(path: Path, to: Path, change: Any, *, signed: bool = True) -> Path:
         file["sha256"] = plan_file._digest(json.dumps(file["plan"], separators=(",", ":")))
     to.write_text(json.dumps(file))
     return to
+
+
+def test_a_folder_that_is_missing_is_named(saved: tuple[Plan, Path], tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as error:
+        saved[0].save(tmp_path / "missing" / "plan.json")
+    assert error.value.filename == str(tmp_path / "missing" / "plan.json")
 
 
 def test_a_changed_file_is_refused(saved: tuple[Plan, Path], tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def _saved(step: Step, options: Options) -> Plan | None:
     with planning(what(step, Limit(words=str(options.mem)))) as planned:
         try:
             made = _with_weights(options.saved.on(step.graph), step)
+            _check_room_for_loss(made, options)
             if limit is not None:
                 _check_within(made, limit, options)
         except PlanMismatch as error:
@@ -165,6 +166,16 @@ def _saved(step: Step, options: Options) -> Plan | None:
         return replace(made, tier=step.trained.weights.tier)
     tier = (options.tier or default_tier(device_of(made.graph))) if made.chosen.transfers else None
     return replace(made, tier=tier)
+
+
+def _check_room_for_loss(made: Plan, options: Options) -> None:
+    """Raise `PlanMismatch` for a saved plan that has less room for the loss than the user says that it needs."""
+    said, aside = options.loss_outside.size, made.costs.sizes.outside
+    if said is not None and said > aside:
+        raise PlanMismatch(
+            f"{made.saved_as or 'the plan'} sets {format_bytes(aside)} aside for the loss outside the model, and "
+            f"loss= says {format_bytes(said)}"
+        )
 
 
 def _check_within(made: Plan, limit: Limit, options: Options) -> None:

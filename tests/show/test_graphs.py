@@ -158,6 +158,6 @@ def test_names_cannot_break_out_of_the_page() -> None:
 
 
 def test_a_plan_of_several_graphs_is_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(FxrematError, match=r"plan\.json is not written: a plan of several graphs belongs to the calls"):
+    with pytest.raises(FxrematError, match=r"plan\.json is not written: a plan of several graphs, or of several calls"):
         planned(False).save(tmp_path / "plan.json")
     assert not any(tmp_path.iterdir())
