@@ -903,7 +903,7 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     known = {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
     shape_config: Any = _config
     apart = shape_config.patch(use_duck_shape=False)
-    quiet = silent("torch._subclasses.fake_tensor", METRICS)
+    quiet = silent("torch._subclasses.fake_tensor", "torch._dynamo.exc", METRICS)
     with dynamo_config.patch(known), apart, _remainders_refused(), quiet, methods_left_to_python():
         yield
 
@@ -1030,6 +1030,16 @@ def needs_data(error: BaseException) -> bool:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return isinstance(error, GuardOnDataDependentSymNode)
+
+
+def leaves_to_python(error: BaseException) -> bool:
+    """Tell whether dynamo, where a backend ends in this error, runs the function in Python and captures what it calls.
+
+    `torch._dynamo.exc.exceptions_allowed_to_be_fallback` (torch 2.11, 2.13), of ops that read data.
+    """
+    from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+
+    return isinstance(error, exceptions_allowed_to_be_fallback)
 
 
 def graph_break_place(error: BaseException) -> str | None:

@@ -97,6 +97,7 @@ from fxremat.torch_private import (
     is_compiling,
     is_float,
     is_state,
+    leaves_to_python,
     marked_most,
     never_donate,
     parameter_name,
@@ -230,11 +231,16 @@ class Backend:
             forget_history(module.graph)
 
     def _or_plain(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return the compiled function of one graph of several; one that cannot be planned runs as plain PyTorch."""
+        """Return the compiled function of one graph of several; one that cannot be planned runs as plain PyTorch.
+
+        Where AOTAutograd cannot trace an op that reads data, dynamo leaves the function that calls it to Python.
+        """
         try:
             return self._differentiate(module, inputs)
         except Exception as error:
             refused = isinstance(error, CaptureError) or not isinstance(error, FxrematError)
+            if leaves_to_python(error):
+                raise
             nested = any(isinstance(each, torch.Tensor) and each.is_nested for each in inputs)
             if not refused or (any(isinstance(size, torch.SymInt) for size in inputs) and not nested):
                 raise  # where sizes change, dynamo is asked again for fixed ones

@@ -876,6 +876,34 @@ class Depths(nn.Module):
         return x.square().mean()
 
 
+class Padding(nn.Module):
+    """Pads by a number that a buffer holds, which AOTAutograd cannot trace, behind layers that it can."""
+
+    width: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv1d(4, 32, 1), nn.GELU(), nn.Conv1d(32, 4, 1))
+        self.register_buffer("width", torch.tensor(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(self.layers(x), (self.width, 0), "reflect")  # type: ignore[arg-type]
+
+
+def test_around_what_cannot_be_traced_graphs_are_planned(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(Padding(), Padding()), torch.randn(2, 4, 64)
+    ours = fxremat.compile(copy.deepcopy(plain), mem="100%", search=QUICK)
+
+    def step(model: nn.Module) -> Any:
+        return step_of(model, lambda: model(x), lambda made: made.square().mean())
+
+    for _ in range(3):
+        assert differences(step(ours), step(plain)) == []
+    assert len(ours.plan.calls) == 2
+    assert not [each for each in caplog.records if each.name.startswith("torch") and each.levelno >= logging.WARNING]
+
+
 class Sparse(nn.Module):
     """Multiplies by a sparse input, which no graph takes."""
 
