@@ -854,8 +854,8 @@ class Backend:
         joint = with_updates_inside(joint, set(numbers))
         if idle := sorted(hosted - joint.updates_of.keys()):
             raise FxrematError(
-                f"{named(trained, idle)} gets no gradient here, and lives on the host since an earlier plan, which "
-                "updates it: freeze it before fxremat.compile, or call model.fxremat.to_device() and compile again"
+                f"this step has no gradient for {named(trained, idle)}, on the host since an earlier plan that updates "
+                "them: freeze parameters before fxremat.compile, or call model.fxremat.to_device() and compile again"
             )
         return joint, trained
 
