@@ -44,7 +44,7 @@ from fxremat.graphs.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_siz
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import Weights
 from fxremat.ops.recurrent import lending
-from fxremat.options import Options, SeenLoss, options_of
+from fxremat.options import Options, SeenLoss, check_name, options_of
 from fxremat.passes.masked_writes import masked_writes_as_ops
 from fxremat.passes.numbers import refuse_symbols
 from fxremat.passes.pipelines import PIPELINES, normalize
@@ -1000,6 +1000,8 @@ def fxremat(
             "device_mem counts the parameters of a model, and this is a graph: give it to fxremat.compile, or here "
             'mem, for a step: torch.compile(..., options={"mem": "4GiB"})'
         )
+    for name in given:
+        check_name(name)
     if "mem" not in given:
         raise InvalidBudget('the fxremat backend needs a budget: torch.compile(..., options={"mem": "4GiB"})')
     chosen = options_of(**given)

@@ -197,3 +197,14 @@ def test_evaluation_between_forward_and_backward() -> None:
 
     for _ in range(3):
         assert differences(step(ours, model), step(plain, plain)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(None, "needs a budget: "), ({"memm": "70%"}, "unknown option 'memm', did you mean 'mem'"),
+     ({"mem": "70%", "effort": 3}, "the option effort has a new form")],
+)  # fmt: skip
+def test_options_are_checked_by_name(options: dict[str, Any] | None, message: str) -> None:
+    compiled = torch.compile(nn.Linear(2, 2), backend="fxremat", options=options)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
+        compiled(torch.ones(1, 2))
