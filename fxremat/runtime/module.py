@@ -194,26 +194,27 @@ class _Training:
             return "a plan of a step that has not run"
         return backend.options.needs_one_graph or ("a model whose parameters ranks share" if self.shared else "")
 
-    def break_up(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def breaks_up(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Capture the model as several graphs from now on, after its capture as one graph ended with this error.
 
-        Raise the error again if the options need one graph, or if the plain model also fails at this call.
+        Return False, and do nothing, if the options need one graph, or if the plain model also fails at this call.
         """
         backend = self.backend
         strict = self.in_parts is not None or backend.options.fullgraph or self.needs_one_graph
         if strict or not is_not_one_graph(error) or submodule_error(self.model, error) is not None:
-            raise error
+            return False
         parent = replaced_in(self.model, itself=self.own is not None)
         if parent is not None and self.child_of(parent) is not None:
-            raise error  # a wrapper around the model breaks the graph, so the wrapped model is planned instead
+            return False  # a wrapper around the model breaks the graph, so the wrapped model is planned instead
         clear = explained(error, lambda: _plain_error(self, args, kwargs))
         if not isinstance(clear, CaptureError):
-            raise error
+            return False
         place = graph_break_place(error) if backend_failure(error) is None else None  # else the error says more
         where = clear.place or ("" if place is None or place == UNKNOWN_LINE else place)
         self._coordinate(where)
         self.not_one_graph = str(clear).rstrip(".")
         self.broken_by = f"tracing stops at {where}" if where else self.not_one_graph
+        return True
 
     def tell_of_graphs(self) -> None:
         """Tell once, when the first graph is planned, that the model is several graphs, and why."""
@@ -800,8 +801,8 @@ def _forward_once(module: Any, training: _Training, args: tuple[Any, ...], kwarg
             if training.shared is not None:
                 training.shared.before_backward_of(_tensors(outputs))
     except Exception as error:
-        if isinstance(reached := planning_error(error) or error, Reached):
-            raise reached from None
+        if isinstance(planning_error(error) or error, Reached):
+            raise (planning_error(error) or error) from None
         hooked = submodule_error(training.model, error)
         clear = hooked or explained(error, lambda: _plain_error(training, args, kwargs))
         parent = replaced_in(training.model, itself=training.own is not None)
@@ -809,15 +810,17 @@ def _forward_once(module: Any, training: _Training, args: tuple[Any, ...], kwarg
             heartbeat.note_failure(clear or error)
             _check_trainable(training.model, args, kwargs)
             if clear is None:
-                for plan in backend.plans:
-                    note_failed_check(error, plan.captured)
+                any(note_failed_check(error, plan.captured) for plan in backend.plans)
                 raise
             reason = "" if backend.options.fullgraph else training.needs_one_graph
             if reason and isinstance(clear, CaptureError) and "not one graph" in str(clear):
                 clear = CaptureError(ONE_GRAPH.format(error=str(clear).rstrip("."), reason=reason))
             if isinstance(clear, FxrematError):
                 clear = clear.with_traceback(None)  # dynamo's stack frames would hide the cause
-            raise clear from clear.__cause__
+            try:
+                raise clear from clear.__cause__
+            finally:
+                del hooked, clear  # an error that its own frames refer to keeps what they hold until it is collected
         training.by_child = True
     if training.by_child:
         return _forward(module, args, kwargs)
@@ -846,8 +849,8 @@ def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             raise
         elif place is not None and not training.hooks_off and requires_grad_hooks(training.model):
             training.hooks_off = True
-        elif not set_up(training.model, place or ""):
-            training.break_up(error, args, kwargs)
+        elif not set_up(training.model, place or "") and not training.breaks_up(error, args, kwargs):
+            raise
     return _run(training, args, kwargs)
 
 
