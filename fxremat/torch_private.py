@@ -904,42 +904,29 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     shape_config: Any = _config
     apart = shape_config.patch(use_duck_shape=False)
     quiet = silent("torch._subclasses.fake_tensor", "torch._dynamo.exc", METRICS)
-    with dynamo_config.patch(known), apart, _real_numbers_refused(), quiet, methods_left_to_python():
+    with dynamo_config.patch(known), apart, _remainders_refused(), quiet, methods_left_to_python():
         yield
 
 
 @contextlib.contextmanager
-def _real_numbers_refused() -> Iterator[None]:
-    """Within this context, arithmetic of data-dependent floats that holds for real numbers only ends the graph.
+def _remainders_refused() -> Iterator[None]:
+    """Within this context, a remainder of a data-dependent number, such as `x.item() % 1`, ends the graph.
 
-    Sympy takes `x.item()` for a real number, so that `f != f`, which finds NaN, is false, `f == math.inf` too, and
-    `f - f` is 0: where a result is a constant, or an operand is infinite, Python has to compute it. So it is with a
-    remainder: `torch.utils._sympy.functions.Mod` takes it for one of integers, so that `% 1` is 0 (torch 2.11, 2.13).
-    Dynamo breaks the graph at `DataDependentOutputException`.
+    `torch.utils._sympy.functions.Mod` (torch 2.11, 2.13) takes it for one of integers, so that `% 1` is 0, and a branch
+    on it goes the wrong way in silence. Dynamo breaks the graph at `DataDependentOutputException`.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     kind: Any = torch.SymFloat
-    binary = ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod")
-    names = [f"__{each}{name}__" for name in binary for each in ("", "r")] + [f"__{name}__" for name in COMPARISONS]
-    own = {name: getattr(kind, name) for name in names if hasattr(kind, name)}
+    own = {name: getattr(kind, name) for name in ("__mod__", "__rmod__")}
 
     def refusing(name: str) -> Callable[[Any, Any], Any]:
-        def operation(number: Any, other: Any) -> Any:
-            symbols = [each for each in (number, other) if isinstance(each, SYMBOLIC)]
-            read = any(map(free_unbacked_symbols, symbols))
-            refused = read and isinstance(other, float) and not math.isfinite(other)
-            refused |= "mod" in name and any(map(depends_on_data, symbols))
-            result = NotImplemented if refused else own[name](number, other)
-            if refused or (read and is_constant(result)):
+        def remainder(number: Any, other: Any) -> Any:
+            if depends_on_data(number) or (isinstance(other, torch.SymFloat | torch.SymInt) and depends_on_data(other)):
                 raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
-            return result
+            return own[name](number, other)
 
-        return operation
-
-    def is_constant(result: Any) -> bool:
-        return not isinstance(result, SYMBOLIC) or not result.node.expr.free_symbols
+        return remainder
 
     try:
         for name in own:
@@ -948,10 +935,6 @@ def _real_numbers_refused() -> Iterator[None]:
     finally:
         for name, method in own.items():
             setattr(kind, name, method)
-
-
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 METRICS = "torch._dynamo.metrics_context"
