@@ -197,10 +197,11 @@ def test_a_step_that_single_ops_run_faster_runs_op_by_op(monkeypatch: pytest.Mon
     assert peak_bytes(training_step(call, given)) <= call.plan.budget
 
 
+@pytest.mark.usefixtures("surveys")
 def test_what_cannot_gain_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_kernels()
     monkeypatch.setattr(compiled._Search, "_gain", lambda *_: 0.0)
-    call = within(model_of(dropout=0.0, layers=2), "71%")  # a budget of its own: choices are stored
+    call = within(model_of(dropout=0.0, layers=2), "71%")
     call(*batch()).backward()
     assert "PyTorch's, op by op: regions that fit would gain little" in " ".join(str(call.plan).split())
     assert not region._kernels
