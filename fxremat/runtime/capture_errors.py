@@ -149,6 +149,10 @@ def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> 
     return CaptureError(f"the model is not one graph: tracing stops at {where}. {advice(where)}")
 
 
+CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
+"""Ops that check data; their second argument is the text of the error."""
+
+
 def note_failed_check(error: Exception, captured: Captured) -> bool:
     """Add the line of the model to an error of a captured step, if it is a check of data that failed there.
 
@@ -156,14 +160,11 @@ def note_failed_check(error: Exception, captured: Captured) -> bool:
     """
     checks = [node for node in captured.nodes if node.target in CHECKS and node.args[1] == str(error)]
     if len(checks) == 1:
-        computed = checks
+        computed = [*checks]
         while not place_of(computed[-1]) and (inputs := computed[-1].all_input_nodes):
             computed.append(inputs[0])
         error.add_note(f"What the model checks is computed at {place_of(computed[-1]) or UNKNOWN_LINE}")
     return bool(checks)
-
-
-CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
 
 
 def is_not_one_graph(error: Exception) -> bool:
