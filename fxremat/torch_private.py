@@ -8,6 +8,7 @@ import functools
 import gc
 import itertools
 import math
+import operator
 import os
 import re
 import sys
@@ -904,37 +905,51 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     shape_config: Any = _config
     apart = shape_config.patch(use_duck_shape=False)
     quiet = silent("torch._subclasses.fake_tensor", "torch._dynamo.exc", METRICS)
-    with dynamo_config.patch(known), apart, _remainders_refused(), quiet, methods_left_to_python():
+    with dynamo_config.patch(known), apart, _real_numbers_refused(), quiet, methods_left_to_python():
         yield
 
 
 @contextlib.contextmanager
-def _remainders_refused() -> Iterator[None]:
-    """Within this context, a remainder of a data-dependent number, such as `x.item() % 1`, ends the graph.
+def _real_numbers_refused() -> Iterator[None]:
+    """Within this context, arithmetic of data-dependent floats that is right for real numbers only ends the graph.
 
-    `torch.utils._sympy.functions.Mod` (torch 2.11, 2.13) takes it for one of integers, so that `% 1` is 0, and a branch
-    on it goes the wrong way in silence. Dynamo breaks the graph at `DataDependentOutputException`.
+    Sympy takes what `x.item()` returns for a real number, so that `number != number`, which finds NaN, is false,
+    `number == math.inf` too, and `number - number` is 0. Where a result is a constant or an operand is infinite,
+    Python has to compute it. So has it a remainder: `torch.utils._sympy.functions.Mod` takes it for one of integers,
+    and `% 1` is 0.
+
+    `torch._dynamo.utils.run_node` computes what a call in the traced program returns; dynamo breaks the graph at
+    `DataDependentOutputException` (torch 2.11, 2.13, 2.14).
     """
+    import torch._dynamo.utils as utils
     from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    kind: Any = torch.SymFloat
-    own = {name: getattr(kind, name) for name in ("__mod__", "__rmod__")}
+    run: Callable[..., Any] = utils.run_node
 
-    def refusing(name: str) -> Callable[[Any, Any], Any]:
-        def remainder(number: Any, other: Any) -> Any:
-            if depends_on_data(number) or (isinstance(other, torch.SymFloat | torch.SymInt) and depends_on_data(other)):
-                raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
-            return own[name](number, other)
+    def running(tracer: Any, node: fx.Node, args: Any, kwargs: Any, module: Any) -> Any:
+        read = any(isinstance(arg, torch.SymFloat) and depends_on_data(arg) for arg in args)
+        refused = read and (node.target is operator.mod or any(map(is_infinite, args)))
+        result = None if refused else run(tracer, node, args, kwargs, module)
+        if refused or (read and is_constant(result)):
+            raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+        return result
 
-        return remainder
+    def is_infinite(value: object) -> bool:
+        return isinstance(value, float) and not math.isfinite(value)
 
+    def is_constant(value: Any) -> bool:
+        if isinstance(value, torch.SymBool):
+            return statically_known_true(value) or statically_known_true(torch.sym_not(value))
+        if isinstance(value, torch.SymInt | torch.SymFloat):
+            return not value.node.expr.free_symbols
+        return isinstance(value, bool | int | float)
+
+    utils.run_node = running  # type: ignore[assignment]
     try:
-        for name in own:
-            setattr(kind, name, refusing(name))
         yield
     finally:
-        for name, method in own.items():
-            setattr(kind, name, method)
+        utils.run_node = run
 
 
 METRICS = "torch._dynamo.metrics_context"

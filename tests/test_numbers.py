@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -151,6 +153,50 @@ def test_a_check_of_the_data_stays_in_steps_captured_again(options: dict[str, An
             compiled(x + 5)
         (note,) = failed.value.__notes__
         assert "test_numbers.py" in note
+
+
+class Finding(Deep):
+    """Looks for NaN and infinity in a number that it reads from its data."""
+
+    def __init__(self, finds: Callable[[float], bool]) -> None:
+        super().__init__()
+        self.finds = finds
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.finds(x.abs().mean().item()):
+            raise ValueError("not finite")
+        return self.layers(x).square().mean()
+
+
+FINDS: list[tuple[Callable[[float], bool], float, str]] = [
+    (lambda number: number != number, math.nan, "unequal"),
+    (lambda number: number - number != 0, math.nan, "difference"),
+    (lambda number: not number <= number, math.nan, "at most"),
+    (lambda number: number == math.inf, math.inf, "infinite"),
+    (lambda number: not number > -math.inf, math.nan, "above minus infinity"),
+    (lambda number: max(-math.inf, number) == math.inf, math.inf, "largest"),
+]
+
+
+@pytest.mark.parametrize(
+    ("finds", "bad"),
+    [
+        pytest.param(finds, bad, id=name, marks=[] if name in ("unequal", "at most") else pytest.mark.long)
+        for finds, bad, name in FINDS
+    ],
+)
+def test_what_holds_for_real_numbers_only_is_computed_by_python(finds: Callable[[float], bool], bad: float) -> None:
+    torch.manual_seed(0)
+    plain = Finding(finds)
+    compiled = fxremat.compile(copy.deepcopy(plain), "100%", **QUICK)
+
+    def step(model: nn.Module, value: float) -> Any:
+        return step_of(model, lambda: model(torch.full((8, 16), value)), lambda loss: loss)
+
+    for value in (1.0, 2.0):
+        assert differences(step(compiled, value), step(plain, value)) == []
+        with pytest.raises(ValueError, match="not finite"):
+            compiled(torch.full((8, 16), bad))
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["one graph", "several"])
