@@ -278,6 +278,11 @@ class Options:
         return self.inductor is not None
 
     @property
+    def was_told_to_compile(self) -> bool:
+        """True if groups of ops are compiled with Inductor because the user gave `backend`."""
+        return self.compiles and self.backend is not None
+
+    @property
     def chooses(self) -> bool:
         """True if the planner chooses the means by which the step fits."""
         return self.exact is not None and not self.tried
@@ -328,7 +333,7 @@ class Options:
             return "offload=Offload(weights=True)"
         if self.offloads_by_chain:
             return f"offload with solver={self.solver!r}"
-        if self.compiles and self.backend is not None and (self.host or self.slicing):
+        if self.was_told_to_compile and (self.host or self.slicing):
             return f'backend="inductor" with {"offload" if self.host else "slices"}'
         if self.slicing and self.slicing.drop_outputs:
             return "slices=Slices(drop_outputs=True)"
@@ -562,7 +567,7 @@ class Options:
             "a saved plan": self.plan is not None,
             "slices": self.slicing,
             "weights on the host": self.hosts_weights,
-            'backend="inductor"': self.compiles and self.backend is not None,
+            'backend="inductor"': self.was_told_to_compile,
         }
         if other := next((name for name, used in others.items() if used), None):
             raise FxrematError(f"compress={self.compress!r} does not go with {other}, which reads values as they are")

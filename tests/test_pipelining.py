@@ -267,6 +267,7 @@ def _pipeline(model: nn.Module | None = None, **options: Any) -> fxremat.Pipelin
         ({"microbatches": 3}, f"microbatches=3 does not divide the batch, which has {ROWS} rows"),
         ({"microbatches": 0}, "1 or more"),
         ({"example_target": torch.zeros(2, 16, dtype=torch.long)}, r"different sizes: \[2, 8\]"),
+        ({"loss_fn": None}, "loss_fn=None: give a function of the model's outputs and the target"),
         ({"loss_fn": lambda outputs, _: outputs}, "not one number"),
         ({"loss_fn": lambda outputs, _: outputs.sum().item()}, "not one number"),
         ({"model": Strange()}, "torch.export cannot write this model and its loss down"),

@@ -285,8 +285,10 @@ def test_a_plan_tells_of_other_sizes() -> None:
     for some, all_ in (({"tokens": 100}, (4, 100)), ({"tokens": {0: 6}}, (6, 32)), ({}, (4, 32))):
         assert plan.at(**some).keep_all_peak == plan.at(tokens=all_).keep_all_peak
     assert plan.at().predicted_peak == plan.predicted_peak
-    with pytest.raises(fxremat.FxrematError, match="no size of 'token' is symbolic in this plan; those of tokens"):
+    with pytest.raises(fxremat.FxrematError, match="no input 'token' is symbolic in this plan; those of tokens"):
         plan.at(token=3)
+    with pytest.raises(fxremat.FxrematError, match=r"tokens = \(6, 100, 3\) has 3 sizes, and tokens has 2"):
+        plan.at(tokens=(6, 100, 3))
     for wrong in (1, "3", (4,), {2: 5}, True, {}):
         with pytest.raises(fxremat.FxrematError, match="gives no sizes above 1 of its symbolic dimensions"):
             plan.at(tokens=wrong)

@@ -170,7 +170,7 @@ def pipeline(
     _refuse_shared(model)
     settings = Settings(mem=parse_bytes(mem), devices=devices, microbatches=microbatches, **options)
     inputs = _tensors(example_inputs)
-    batch = _checked(inputs, example_target, settings)
+    batch = _checked(inputs, example_target, loss_fn, settings)
     alone = not _joined_group(settings)
     first = tuple(torch.tensor_split(value, microbatches)[0] for value in inputs)
     target = torch.tensor_split(example_target, microbatches)[0]
@@ -363,9 +363,13 @@ def _joined_group(settings: Settings) -> bool:
     return True
 
 
-def _checked(inputs: tuple[Tensor, ...], target: Tensor, settings: Settings) -> int:
+def _checked(inputs: tuple[Tensor, ...], target: Tensor, loss_fn: Loss, settings: Settings) -> int:
     """Return the number of rows of a batch. Raises `FxrematError` if batch, micro-batches and devices are inconsistent.
     """
+    if not callable(loss_fn):
+        raise FxrematError(
+            f"loss_fn={loss_fn!r}: give a function of the model's outputs and the target, such as F.mse_loss"
+        )
     if settings.devices < 2:
         raise FxrematError(
             f"devices={settings.devices}: a pipeline has 2 or more; for one use fxremat.compile"

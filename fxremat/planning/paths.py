@@ -304,7 +304,9 @@ class PathPlans:
         if not self._broken_at:
             return ""
         options = self._options
-        means = [name for name, used in (("offload=True", options.host), ("slices=True", options.slicing)) if not used]
+        unused = {"offload=True": not options.host, "slices=True": not options.slicing}
+        compiled = options.was_told_to_compile  # which goes with neither in several graphs
+        means = [name for name, is_unused in unused.items() if is_unused and not compiled]
         others = f"{' or '.join(means)} may need less, and so may one graph" if means else "one graph may need less"
         return f"{others}: this is broken at {self._broken_at}"
 

@@ -172,7 +172,11 @@ class PlansOfSizes:
             places = self._places_of(name)
             if not places:
                 known = ", ".join(dict.fromkeys(input_ for input_, _ in self._dimensions))
-                raise FxrematError(f"no size of {name!r} is symbolic in this plan; those of {known} are")
+                none = f"no size of {name!r} is" if name in self._shapes else f"no input {name!r} is"
+                raise FxrematError(f"{none} symbolic in this plan; those of {known} are")
+            shape = self._shapes.get(name)
+            if shape is not None and isinstance(given, tuple | list) and len(given) > len(shape):
+                raise FxrematError(f"{_shown({name: given})} has {len(given)} sizes, and {name} has {len(shape)}")
             for dim, size in _by_dimension(name, given, list(places)).items():
                 place = places[dim]
                 if changed.setdefault(place, size) != size:
