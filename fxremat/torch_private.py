@@ -657,28 +657,30 @@ def methods_left_to_python() -> Iterator[None]:
       call gives the same number (`RandomVariable.call_method` of `torch/_dynamo/variables/misc.py`, torch 2.11, 2.13).
     * `Tensor.backward`. Forward and backward would be one graph without gradients, which is not planned; and a loss
       that an earlier graph returned has no leaves that dynamo knows, so that no gradient would be written
-      (`TensorVariable.method_backward` of `torch/_dynamo/variables/tensor.py`, torch 2.11, 2.13).
+      (`TensorVariable.call_method` of `torch/_dynamo/variables/tensor.py`, torch 2.11, 2.13, 2.14, 2.15).
     """
     from torch._dynamo.exc import unimplemented
     from torch._dynamo.variables.misc import RandomVariable
     from torch._dynamo.variables.tensor import TensorVariable
 
-    draw = RandomVariable.call_method
+    of_random, of_tensor = RandomVariable.call_method, TensorVariable.call_method
 
-    def call_method(self: Any, tx: Any, name: str, *arguments: Any) -> Any:
+    def called_of_random(self: Any, tx: Any, name: str, *arguments: Any) -> Any:
         if self.source is None:
-            return draw(self, tx, name, *arguments)
+            return of_random(self, tx, name, *arguments)
         return refused("random.Random of the model", f"{self} {name}", "Its state changes from call to call.")
 
-    def method_backward(self: Any, tx: Any, *arguments: Any, **named: Any) -> Any:
+    def called_of_tensor(self: Any, tx: Any, name: str, *arguments: Any) -> Any:
+        if name != "backward":
+            return of_tensor(self, tx, name, *arguments)
         return refused("Tensor.backward in the model", f"{self}", "It runs the backward of the graphs before it.")
 
     def refused(kind: str, context: str, explanation: str) -> Any:
         return unimplemented(gb_type=kind, context=context, explanation=explanation, hints=[])
 
     with (
-        mock.patch.object(RandomVariable, "call_method", call_method),
-        mock.patch.object(TensorVariable, "method_backward", method_backward),
+        mock.patch.object(RandomVariable, "call_method", called_of_random),
+        mock.patch.object(TensorVariable, "call_method", called_of_tensor),
     ):
         yield
 
@@ -1372,16 +1374,22 @@ def watching_backward(before: Callable[[], None], after: Callable[[], None]) -> 
     watch = threading.get_ident(), before, after
     if not _watches:
         _unwatched[:] = [autograd._engine_run_backward]
-        autograd._engine_run_backward = _watched_backward
+        autograd._engine_run_backward = _watched()
     _watches.append(watch)
 
     def stop() -> None:
         if watch in _watches:
             _watches.remove(watch)
-            if not _watches and autograd._engine_run_backward is _watched_backward:
+            if not _watches and autograd._engine_run_backward is _watched():
                 autograd._engine_run_backward = _unwatched[0]
 
     return stop
+
+
+@functools.cache
+def _watched() -> Callable[..., Any]:
+    """Return `_watched_backward`, in which dynamo traces nothing where a method that calls `backward()` is compiled."""
+    return outside_graphs(_watched_backward, "fxremat measures the backward")
 
 
 def _watched_backward(*args: Any, **kwargs: Any) -> Any:

@@ -137,3 +137,35 @@ def test_a_backward_in_eval_mode_is_told_so() -> None:
     with pytest.warns(UserWarning, match=r"get gradients in eval mode, .* Call model\.train\(\)"):
         compiled(rows()).sum().backward()
     assert compiled.plan is None
+
+
+class Manual(Net):
+    """A network whose step runs its own backward after a message."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int = 0) -> Tensor:
+        """The loss of a batch, after its backward."""
+        loss = super().training_step(batch, index)
+        print(end="")
+        loss.backward()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("door", ["fxremat", "torch"])
+def test_a_method_that_runs_its_own_backward_gives_gradients(door: str) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    plain = Manual()
+    ours = copy.deepcopy(plain)
+    if door == "fxremat":
+        step: Any = fxremat.compile(ours, mem="90%", method="training_step", **FAST).training_step
+    else:
+        step = torch.compile(ours.training_step, backend="fxremat", options={"mem": "90%", **FAST})
+    for seed in range(4):
+        for model, method in ((plain, plain.training_step), (ours, step)):
+            model.zero_grad()
+            torch.manual_seed(seed)
+            batch = rows(), rows()
+            method(batch)
+        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert theirs.grad is not None
+            assert same(mine.grad, theirs.grad)
