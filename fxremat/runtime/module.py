@@ -201,7 +201,7 @@ class _Training:
         """
         backend = self.backend
         strict = self.in_parts is not None or backend.options.fullgraph or self.needs_one_graph
-        if strict or not is_not_one_graph(error) or submodule_error(self.model, error) is not None:
+        if strict or not is_not_one_graph(error):
             return False
         parent = replaced_in(self.model, itself=self.own is not None)
         if parent is not None and self.child_of(parent) is not None:
@@ -214,6 +214,8 @@ class _Training:
         self._coordinate(where)
         self.not_one_graph = str(clear).rstrip(".")
         self.broken_by = f"tracing stops at {where}" if where else self.not_one_graph
+        if (of_submodule := submodule_error(self.model, error)) is not None:
+            self.broken_by = str(of_submodule)
         return True
 
     def tell_of_graphs(self) -> None:

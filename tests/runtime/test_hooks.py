@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxremat
+from benchmarks.meter import peak_bytes
 from fxremat.settings import Search
 from tests.toys import WIDTH, Stack
 from tests.training import same
@@ -78,7 +79,7 @@ def test_a_hook_that_does_more_is_not_left_out() -> None:
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_a_backward_hook_of_a_submodule_is_refused_by_name_and_one_of_the_model_is_called(register: str) -> None:
+def test_a_backward_hook_of_a_submodule_is_no_part_of_a_graph_and_one_of_the_model_is_called(register: str) -> None:
     seen: list[str] = []
 
     def note(module: nn.Module, *gradients: Any) -> None:
@@ -92,4 +93,56 @@ def test_a_backward_hook_of_a_submodule_is_refused_by_name_and_one_of_the_model_
     getattr(model[1], register)(note)
     says = r"note is a backward hook of the submodule '1' \(Linear\).*remove it"
     with pytest.raises(fxremat.CaptureError, match=says):
-        fxremat.compile(model, mem="100%", **FAST)(torch.ones(4, WIDTH))
+        fxremat.compile(model, mem="100%", fullgraph=True, **FAST)(torch.ones(4, WIDTH))
+
+
+class Blocks(nn.Module):
+    """Blocks one after another, one of which averages over all batches so far, if `cumulative`."""
+
+    def __init__(self, cumulative: bool) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(Stack(1), nn.Dropout(0.1)) for _ in range(4)))
+        if cumulative:
+            self.blocks[1].append(nn.BatchNorm1d(WIDTH, momentum=None))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("what", "mem"),
+    [
+        ("a hook", "min"),
+        pytest.param("a hook", "100%", marks=pytest.mark.long),
+        ("a hook from the third step on", "100%"),
+        ("a cumulative average", "min"),
+    ],
+)
+def test_around_what_no_graph_computes_a_model_is_several_graphs(
+    what: str, mem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    plain = Blocks(what == "a cumulative average")
+    ours = copy.deepcopy(plain)
+    seen: dict[nn.Module, list[Tensor]] = {plain: [], ours: []}
+    compiled = fxremat.compile(ours, mem, **FAST)
+
+    def hooked(model: nn.Module) -> None:
+        def halve(module: nn.Module, inputs: tuple[Tensor], outputs: tuple[Tensor]) -> tuple[Tensor]:
+            seen[model].append(outputs[0].clone())
+            return (inputs[0] / 2,)
+
+        model.get_submodule("blocks.1").register_full_backward_hook(halve)
+
+    x = torch.randn(64, WIDTH)
+    for number in range(6):
+        if number == (2 if "third" in what else 0) and "hook" in what:
+            hooked(plain)
+            hooked(ours)
+        assert all(map(same, step(compiled, x), step(plain, x)))
+        assert all(map(same, ours.buffers(), plain.buffers()))
+    assert all(map(same, seen[ours], seen[plain]))
+    assert len(seen[ours]) == len(seen[plain])
+    assert peak_bytes(lambda: compiled(x).backward()) <= compiled.plan.budget
+    says = "momentum=None" if "average" in what else "is a backward hook of the submodule 'blocks.1' (Sequential)"
+    assert says in caplog.text
