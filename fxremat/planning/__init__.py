@@ -22,7 +22,7 @@ from functools import partial
 from fxremat import kernels
 from fxremat.agreement import Agreement
 from fxremat.errors import BudgetTooSmall, FxrematError, PlanMismatch
-from fxremat.graphs.accounting import device_of
+from fxremat.graphs.accounting import copied_gradients, device_of, held_beside_copies, set_aside
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import kind_of_optimizer
 from fxremat.options import Options
@@ -72,12 +72,16 @@ def plan(step: Step, options: Options, *, advise: bool = True) -> Plan:
     shown = options.search.progress and step.ranks.rank == step.ranks.ranks[0]
     with bars(shown=shown), planning(what(step, limit)) as planned:
         op_by_op = partial(_op_by_op, limit=limit, advise=advise)
-        if options.chooses:
-            made, used = plan_by_means(step, options, op_by_op)
-        elif options.tried:
-            made, used = plan_after_others(step, options, op_by_op), options
-        else:
-            made, used = _whole_at_least(step, options, op_by_op), options
+        try:
+            if options.chooses:
+                made, used = plan_by_means(step, options, op_by_op)
+            elif options.tried:
+                made, used = plan_after_others(step, options, op_by_op), options
+            else:
+                made, used = _whole_at_least(step, options, op_by_op), options
+        except BudgetTooSmall as error:
+            note = "; ".join(filter(None, [error.note, _of_unmeasured_loss(step, options, error)]))
+            raise error.explained(note=note) from None
         if used.compiles and not made.compiled:
             made = with_compiled_kernels(made, step, used)
             made = with_kernels_among_means(made) if options.chooses else made
@@ -93,6 +97,24 @@ def _op_by_op(step: Step, options: Options, limit: Limit, *, advise: bool = True
         return fastest(variants, options)
     except BudgetTooSmall as error:
         raise limit.explained(_with_advice(error, variants, options) if advise else error) from None
+
+
+def _of_unmeasured_loss(step: Step, options: Options, error: BudgetTooSmall) -> str:
+    """Tell how much of the least budget is set aside for a loss outside the model that no step has measured yet.
+
+    "" if the budget would be too small without that as well.
+    """
+    device = device_of(step.graph)
+    if options.loss_seen is not None:
+        return ""
+    for_loss = max(set_aside(step.graph, device), options.loss_outside.size or 0)
+    copies = max(copied_gradients(step.graph, device).values(), default=0) + held_beside_copies(step.graph, device)
+    if error.minimum - for_loss - copies > error.budget:
+        return ""
+    return (
+        f"the least counts {format_bytes(for_loss)} for the loss outside the model and {format_bytes(copies)} for "
+        "copies of its gradients, until a step has measured them"
+    )
 
 
 def _whole_at_least(step: Step, options: Options, op_by_op: Callable[[Step, Options], Plan]) -> Plan:

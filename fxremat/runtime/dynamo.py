@@ -360,7 +360,7 @@ class Backend:
         took, aside = peak + loss.early, planned + (known.early if known else 0)
         told, better = f"the loss outside the model allocated {format_bytes(took)}", enough(took)
         told += f" where {format_bytes(aside)} had been set aside"
-        if loss.peak is None:
+        if loss.peak is None or took <= aside:  # what exceeds is not its peak
             what = "and of gradients that it has made of parameters " if loss.early else ""
             told = f"{format_bytes(stays)} of the loss outside the model {what}stay while the model's backward runs"
             better = ""  # a larger loss between forward and backward would make no room there

@@ -274,6 +274,27 @@ def test_a_loss_that_takes_more_is_planned_for_from_the_next_call_on(
     assert len(compiled.fxremat.plans) == 2
 
 
+def test_what_is_counted_for_a_loss_that_was_not_measured_is_told_where_it_is_too_much() -> None:
+    def compiled(mem: int | str) -> Any:
+        torch.manual_seed(0)
+        return fxremat.compile(nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 512)), mem, **FAST)
+
+    x, target = torch.randn(64, 8), torch.randn(64, 512)
+    model = compiled("100%")
+    least = []
+    for _ in range(3):
+        F.mse_loss(model(x), target).backward()
+        least.append(model.plan.minimum)
+    assert least[0] > least[-1]
+    counts = r"the least counts \d+\.\d KiB for the loss outside the model and 128\.0 KiB for copies of its gradients"
+    with pytest.raises(fxremat.BudgetTooSmall, match=counts) as small:
+        compiled(least[-1])(x)
+    assert small.value.minimum == least[0]
+    with pytest.raises(fxremat.BudgetTooSmall) as small:
+        compiled(1000)(x)
+    assert "loss outside" not in str(small.value)
+
+
 def test_a_loss_that_takes_less_leaves_its_bytes_to_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     x, aside = rows(64), 4 * 64 * 32 * 4
     compiled = fxremat.compile(Stack(), mem="70%", **FAST)
@@ -314,6 +335,7 @@ def test_on_a_cpu_values_of_the_loss_that_stay_in_the_backward_are_counted_from_
     size += x.nbytes if holds_gradients() else 0
     assert size <= compiled.plan.costs.sizes.root < size + 100, "and some numbers"
     assert ("stay while the model's backward runs" in caplog.text) == kept
+    assert "had been set aside" not in caplog.text, "the loss took no more than that"
     assert len(compiled.fxremat.plans) == 1 + kept
 
 
