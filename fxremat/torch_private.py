@@ -1802,6 +1802,16 @@ def reads_data(node: fx.Node) -> bool:
     return node.target is torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 
+def assigns_data(node: fx.Node) -> bool:
+    """Tell whether a node of dynamo's graph is `tensor.data = value`, with these two as its arguments.
+
+    `torch.Tensor.set_` (torch 2.11, 2.13); `aten.shallow_copy_data_` (torch 2.14, 2.15).
+    """
+    if node.op != "call_function" or len(node.args) != 2:
+        return False
+    return node.target is torch.Tensor.set_ or "aten.shallow_copy_data_" in str(node.target)
+
+
 def lowers_a_version(node: fx.Node) -> bool:
     """Tell whether a node of dynamo's graph only takes back the change of version that assigning to `.data` made.
 

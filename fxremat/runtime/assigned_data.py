@@ -1,6 +1,6 @@
 """A rewrite of `parameter.data = value` in dynamo's graph, such as a momentum encoder's update, to a copy.
 
-    parameter.data = value      dynamo: parameter.set_(value), which AOTAutograd does not differentiate around
+    parameter.data = value      dynamo: an op which AOTAutograd does not differentiate around
                              -> parameter.data.copy_(value)
 
 Both give the parameter the same values, but a copy shows wherever the old storage is seen. So only assignments stay
@@ -12,14 +12,16 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxremat.torch_private import lowers_a_version, reads_data, storage_of
+from fxremat.errors import CaptureError
+from fxremat.graphs.names import place_of, source_of
+from fxremat.torch_private import assigns_data, lowers_a_version, reads_data, storage_of
 
 
 def copy_assigned_data(graph: fx.Graph) -> None:
     """Rewrite the assignments to `.data` of a graph's inputs that may be copies. O(nodes)."""
     place = {node: number for number, node in enumerate(graph.nodes)}
-    for node in graph.find_nodes(op="call_function", target=torch.Tensor.set_):
-        if len(node.args) != 2 or not _may_copy(node, place):
+    for node in filter(assigns_data, list(graph.nodes)):
+        if not _may_copy(node, place):
             continue
         for user in list(node.users):
             graph.erase_node(user)
@@ -30,6 +32,19 @@ def copy_assigned_data(graph: fx.Graph) -> None:
         for new in (data, made):
             new.meta |= {**node.meta, "example_value": value.meta["example_value"]}
         graph.erase_node(node)
+
+
+def refuse_assignments(graph: fx.Graph, error: AssertionError) -> None:
+    """Raise `CaptureError` that names an assignment to `.data`, if this error is AOTAutograd's about it."""
+    assigned = next(filter(assigns_data, graph.nodes), None)
+    if assigned is None or "set_ on a graph input" not in str(error):
+        return
+    place = place_of(assigned)
+    raise CaptureError(
+        f"a tensor that the graph reads gets other memory by an assignment to .data{source_of(assigned)}: write into its "
+        "memory instead, as in tensor.data.copy_(value)",
+        place=place,
+    ) from error
 
 
 def _may_copy(node: fx.Node, place: dict[fx.Node, int]) -> bool:

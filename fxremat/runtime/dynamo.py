@@ -63,7 +63,7 @@ from fxremat.planning.wishes import wished
 from fxremat.plans import Plan
 from fxremat.profiles import enough
 from fxremat.progress import telling
-from fxremat.runtime.assigned_data import copy_assigned_data
+from fxremat.runtime.assigned_data import copy_assigned_data, refuse_assignments
 from fxremat.runtime.attention_masks import checking, unmark
 from fxremat.runtime.auxiliary_outputs import (
     AuxiliaryOutputs,
@@ -276,6 +276,9 @@ class Backend:
         try:
             with telling(f"capturing {self.model}"):
                 compiled = self._traced(lambda: backend(module, _to_trace(placeholders, inputs)), inputs)
+        except AssertionError as error:
+            refuse_assignments(module.graph, error)
+            raise
         finally:
             self._inputs = ()  # dynamo keeps backends alive, which must not keep the model alive
             self._placeholders = ()

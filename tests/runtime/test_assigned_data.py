@@ -70,6 +70,12 @@ def test_assigned_data_is_that_of_plain_training(update: Callable[[nn.Linear, nn
     assert isinstance(ours.plan, fxremat.Plan) == (update in (momentum, normalized))
 
 
+def test_data_that_is_assigned_where_a_copy_would_show_is_named_by_its_line() -> None:
+    says = r"assignment to \.data, .*test_assigned_data.py:\d+ in difference: .*tensor\.data\.copy_"
+    with pytest.raises(fxremat.CaptureError, match=says):
+        fxremat.compile(Momentum(difference), mem="100%", search=QUICK, fullgraph=True)(rows())
+
+
 class Energy(nn.Module):
     """Gradients of each sample, by functorch inside of the forward."""
 
