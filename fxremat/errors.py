@@ -117,7 +117,8 @@ class CaptureError(FxrematError):
     """A model that cannot be captured as one graph; the message names the line and a remedy.
 
     Args:
-        place: the line alone, as `file:line in function: code`; "": unknown, or in the message only.
+        place: what ends the graph alone: a line as `file:line in function: code`, or a submodule; "": unknown, or in
+            the message only.
     """
 
     def __init__(self, message: str, place: str = "") -> None:

@@ -665,14 +665,14 @@ def methods_left_to_python() -> Iterator[None]:
 
     of_random, of_tensor = RandomVariable.call_method, TensorVariable.call_method
 
-    def called_of_random(self: Any, tx: Any, name: str, *arguments: Any) -> Any:
+    def called_of_random(self: Any, tx: Any, name: str, *arguments: Any, **named: Any) -> Any:
         if self.source is None:
-            return of_random(self, tx, name, *arguments)
+            return of_random(self, tx, name, *arguments, **named)
         return refused("random.Random of the model", f"{self} {name}", "Its state changes from call to call.")
 
-    def called_of_tensor(self: Any, tx: Any, name: str, *arguments: Any) -> Any:
+    def called_of_tensor(self: Any, tx: Any, name: str, *arguments: Any, **named: Any) -> Any:
         if name != "backward":
-            return of_tensor(self, tx, name, *arguments)
+            return of_tensor(self, tx, name, *arguments, **named)
         return refused("Tensor.backward in the model", f"{self}", "It runs the backward of the graphs before it.")
 
     def refused(kind: str, context: str, explanation: str) -> Any:
@@ -1601,6 +1601,31 @@ def children_of(module: torch.nn.Module) -> dict[str, Any]:
 def forward_hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     """Return a module's hooks before and after forward: `_forward_pre_hooks`, `_forward_hooks` (torch 2.11 to 2.15)."""
     return module._forward_pre_hooks, module._forward_hooks
+
+
+def writes_inputs() -> bool:
+    """Tell whether the graph that AOTAutograd traces writes to its inputs, where it is to compile it.
+
+    `ViewAndMutationMeta.mutated_inp_runtime_indices` of the tracing context (torch 2.11 to 2.15).
+    """
+    context = torch._guards.TracingContext.try_get()
+    return context is not None and bool(context.fw_metadata and context.fw_metadata.mutated_inp_runtime_indices)
+
+
+def forget_graphs() -> None:
+    """Let dynamo capture all functions again that are called from now on: `torch._dynamo.reset`."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+
+
+def global_hooks() -> tuple[tuple[int, ...], ...]:
+    """Return the ids of the hooks of all modules, by kind: `_global_*_hooks` of its module (torch 2.11 to 2.15).
+
+    No hook gets the id of an earlier one.
+    """
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    return tuple(tuple(getattr(torch.nn.modules.module, f"_global_{kind}_hooks")) for kind in kinds)
 
 
 def backward_hooks_of(module: torch.nn.Module) -> list[Any]:

@@ -41,8 +41,8 @@ def refuse_assignments(graph: fx.Graph, error: AssertionError) -> None:
         return
     place = place_of(assigned)
     raise CaptureError(
-        f"a tensor that the graph reads gets other memory by an assignment to .data{source_of(assigned)}: write into its "
-        "memory instead, as in tensor.data.copy_(value)",
+        f"a tensor that the graph reads gets other memory by an assignment to .data{source_of(assigned)}: write into "
+        "its memory instead, as in tensor.data.copy_(value)",
         place=place,
     ) from error
 

@@ -16,6 +16,7 @@ Such a step has no budget. All others run as planned.
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,7 @@ from fxremat.torch_private import (
     backward_keeps_graph,
     backward_task,
     is_compiled_backward,
+    outside_graphs,
     versions_of,
 )
 
@@ -99,9 +101,15 @@ class TwiceDifferentiable:
         if node is not None:
             call.connect(node, inputs)
             for position, output in trained:
-                output.register_hook(partial(call.take, position))
+                output.register_hook(partial(_outside(), call, position))
         return outputs
 
+
+
+@functools.cache
+def _outside() -> Callable[[_Call, int, Tensor], None]:
+    """Return `_Call.take`, which dynamo does not trace where a function that calls `backward()` is compiled."""
+    return outside_graphs(_Call.take, "fxremat looks at gradients of outputs")
 
 
 def compiled_node(nodes: Iterable[Any]) -> Any:

@@ -104,6 +104,7 @@ from fxremat.torch_private import (
     real_tensors,
     take_gradients_as_they_lie,
     taking_a_list,
+    writes_inputs,
 )
 from fxremat.transfers.network import communicates
 from fxremat.units import Auto, Percent, format_bytes, parse_bytes
@@ -203,6 +204,7 @@ class Backend:
         self._fixed = False  # True if each combination of input sizes is captured separately
         self._called_with: set[str] = set()  # the combinations of input sizes that were planned for, as text
         self.captured_again = 0  # number of captures for input sizes that had been planned for
+        self._writes_alone = False  # True if the graph that is being compiled writes to inputs, and has no backward
         # how the graph that is being compiled can run again; None if it has no backward
         self._rerun: Rerun | None = None
         self._names: list[str | None] = []  # for each input of the captured graph, its parameter name, or None
@@ -255,7 +257,7 @@ class Backend:
     def _differentiate(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, again: bool = False
     ) -> Callable[..., Any]:
-        self._inputs, began = inputs, time.monotonic()
+        self._inputs, began, self._writes_alone = inputs, time.monotonic(), False
         outputs = auxiliary_outputs_of(module)
         trained = outputs.all
         made: list[_FixedStep | Sized | CalledGraph] = []  # from the partition until the backward is compiled
@@ -287,6 +289,8 @@ class Backend:
                 self._warn_of_many(time.monotonic() - began)
             else:
                 self.captured_again += 1
+        if self._writes_alone:
+            compiled = module.forward
         rerun, self._rerun = self._rerun, None
         if rerun is not None:
             compiled = TwiceDifferentiable(compiled, module, rerun, self._unplanned, self._plan_for_retaining)
@@ -296,7 +300,12 @@ class Backend:
         return telling_unused(compiled, trained) if len(trained) > 1 or again else compiled
 
     def _without_gradient(self, module: fx.GraphModule, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        """Return the function of a graph whose outputs need no gradient; it is not planned."""
+        """Return the function of a graph whose outputs need no gradient; it is not planned.
+
+        One that writes to its inputs, such as an optimizer's step, is run as it was before AOTAutograd traced it, which
+        makes new tensors beside all that are written to.
+        """
+        self._writes_alone = writes_inputs()
         if module.graph.find_nodes(op="call_function", target=torch.autograd.grad):
             log.warning(
                 "%s calls torch.autograd.grad, and nothing that the graph returns is differentiated: it runs without a "

@@ -70,6 +70,8 @@ from fxremat.torch_private import (
     compiled_in_parts,
     compiled_step,
     flex_attention_with_gradients,
+    forget_graphs,
+    global_hooks,
     graph_break_place,
     is_data_parallel,
     is_traced,
@@ -179,6 +181,7 @@ class _Training:
     last_call: LastCall = field(default_factory=LastCall)  # of a model that is one graph
     changing: ChangingAttributes = field(default_factory=ChangingAttributes)
     written: set[str] | None = None  # buffers that steps of several graphs write to; None: not known yet
+    hooks_of_all: tuple[Any, ...] = field(default_factory=global_hooks)  # of all modules, when the last call began
 
     @functools.cached_property
     def of_transformers(self) -> bool:
@@ -193,6 +196,15 @@ class _Training:
         if looks:
             return "a plan of a step that has not run"
         return backend.options.needs_one_graph or ("a model whose parameters ranks share" if self.shared else "")
+
+    def look_at_global_hooks(self) -> None:
+        """Capture the model again at this call if hooks of all modules were added or removed: dynamo guards none."""
+        before, self.hooks_of_all = self.hooks_of_all, global_hooks()
+        if before != self.hooks_of_all:
+            self.backend.outdated = True
+            if self.in_parts is not None:
+                self.in_parts = self.backend.coordinator = None
+                forget_graphs()
 
     def breaks_up(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Capture the model as several graphs from now on, after its capture as one graph ended with this error.
@@ -215,7 +227,7 @@ class _Training:
         self.not_one_graph = str(clear).rstrip(".")
         self.broken_by = f"tracing stops at {where}" if where else self.not_one_graph
         if (of_submodule := submodule_error(self.model, error)) is not None:
-            self.broken_by = str(of_submodule)
+            self.broken_by = of_submodule.place
         return True
 
     def tell_of_graphs(self) -> None:
@@ -836,6 +848,8 @@ def _plain_error(training: _Training, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _run(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if training.backend.until is Until.RUN:
+        training.look_at_global_hooks()
     is_in_parts = training.in_parts is not None
     named = by_name(training.backend.input_names, args, kwargs)
     masks, positions = _padding_masks(training, named), _position_ids(training, named)

@@ -96,6 +96,29 @@ def test_a_backward_hook_of_a_submodule_is_no_part_of_a_graph_and_one_of_the_mod
         fxremat.compile(model, mem="100%", fullgraph=True, **FAST)(torch.ones(4, WIDTH))
 
 
+@pytest.mark.parametrize("broken", [False, True], ids=["one graph", "several"])
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+def test_hooks_of_all_modules_are_called_from_when_they_are_registered_to_when_they_are_removed(broken: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Blocks(cumulative=broken), nn.Flatten(0))
+    ours = copy.deepcopy(plain)
+    compiled = fxremat.compile(ours, mem="100%", **FAST)
+
+    def double(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        return output * 2 if isinstance(module, nn.Dropout) else None
+
+    x, losses = torch.randn(64, WIDTH), []
+    for number in range(6):
+        if number == 2:
+            handle = nn.modules.module.register_module_forward_hook(double)
+        if number == 4:
+            handle.remove()
+        expected = step(plain, x)
+        assert all(map(same, step(compiled, x), expected))
+        losses.append(expected[0].item())
+    assert losses[1] != losses[2]
+
+
 class Blocks(nn.Module):
     """Blocks one after another, one of which averages over all batches so far, if `cumulative`."""
 

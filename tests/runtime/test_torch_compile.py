@@ -6,12 +6,15 @@ import copy
 import gc
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fxremat
+from benchmarks.meter import peak_bytes
 from fxremat import Slices
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.runtime import torch_compile
@@ -208,3 +211,42 @@ def test_options_are_checked_by_name(options: dict[str, Any] | None, message: st
     compiled = torch.compile(nn.Linear(2, 2), backend="fxremat", options=options)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
         compiled(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, pytest.param(torch.optim.AdamW, marks=pytest.mark.long)])
+def test_a_whole_training_step_is_within_the_budget_and_nothing_of_its_backward_is_traced(
+    optimizer: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AOTAutograd would make new parameters and states beside the old ones."""
+    traced: list[str] = []
+    compile_frame: Any = torch._dynamo.convert_frame._compile
+
+    def noted(code: Any, *arguments: Any, **named: Any) -> Any:
+        traced.append(code.co_filename)
+        return compile_frame(code, *arguments, **named)
+
+    monkeypatch.setattr(torch._dynamo.convert_frame, "_compile", noted)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(48, 192), nn.GELU(), nn.Linear(192, 48))))
+    ours = copy.deepcopy(plain)
+    named: dict[str, Any] = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    optimizers = {model: optimizer(model.parameters(), lr=0.01, **named) for model in (plain, ours)}
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizers[model].step()
+        optimizers[model].zero_grad()
+        return loss.detach()
+
+    mem, x = 700_000, torch.randn(128, 48)
+    compiled = torch.compile(step, backend="fxremat", options={"mem": mem, "search": QUICK})
+    for _ in range(5):
+        compiled(ours, x)
+        step(plain, x)
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        # AdamW computes in another order where dynamo traces it
+        assert optimizer is torch.optim.AdamW or torch.equal(mine, theirs)
+    assert peak_bytes(lambda: compiled(ours, x)) <= mem
+    assert peak_bytes(lambda: step(plain, x)) > 1.3 * mem
+    assert not [name for name in traced if name.startswith(str(Path(fxremat.__file__).parent))]
