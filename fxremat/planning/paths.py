@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 MOST_IN_VAIN = 5  # number of steps with incomplete measurements after which planning goes on with what is known
 MARGIN = 0.01  # a measured number counts as grown if it grew by more than this fraction
+BESIDE = "beside the graphs (gradients of parameters, inputs, outputs, and what Python holds)"
 
 Numbers = dict[str, int]  # measured fields of a `Node`, by name
 
@@ -198,8 +199,8 @@ class PathPlans:
             self._plan = paths.planned(self._last, self.mem)
             if self._plan is None:
                 least = self._least()
-                error = BudgetTooSmall(minimum=least, budget=self.mem, note=self._advice)
-                raise self.limit.explained(error, self._floor(least))
+                where, advice = self._floor(least)
+                raise self.limit.explained(BudgetTooSmall(minimum=least, budget=self.mem, note=advice), where)
             # computing the headline's least budget takes several plans
             if log.isEnabledFor(logging.INFO) and self.plan:
                 log.info("%s", self.plan.headline)
@@ -287,43 +288,47 @@ class PathPlans:
             needs.append((back + each.saved(program) + each.backward(program), place, "backward"))
         likely, place, phase = max(needs)
         op = _largest_op(path[place].graph, least_of(path[place].programs), phase)
-        begins = f"{format_bytes(node.before)} belong to no graph when call {path.index(node) + 1} of the step begins"
+        begins = f"{format_bytes(node.before)} are {BESIDE} when call {path.index(node) + 1} of the step begins"
         reason = f"{op} runs in the {phase} of {self._call(path, place)}, and {begins}"
         error = self.limit.explained(BudgetTooSmall(minimum=max(likely, needed), budget=self.limit.bytes), reason)
         ended = "the step ended there, and what comes after it may need more"
-        return error.explained(note="; ".join(filter(None, [ended, self._advice])))
+        return error.explained(note="; ".join(filter(None, [ended, self._advice()])))
 
     def _call(self, nodes: Sequence[Node], place: int) -> str:
         """Return the number of a call of a path, and its name, for error messages."""
         name = self._names.get(nodes[place], "")
         return f"call {place + 1}{f' ({name})' if name else ''}"
 
-    @property
-    def _advice(self) -> str:
-        """Return advice on what may need less memory, for error messages; "" if the first graph's end is not known."""
+    def _advice(self, *, outside: bool = False) -> str:
+        """Return advice on what may need less memory, for error messages; "" if the first graph's end is not known.
+
+        Args:
+            outside: only what is beside the graphs takes memory where most is needed.
+        """
         if not self._broken_at:
             return ""
         options = self._options
         unused = {"offload=True": not options.host, "slices=True": not options.slicing}
         compiled = options.was_told_to_compile  # which goes with neither in several graphs
-        means = [name for name, is_unused in unused.items() if is_unused and not compiled]
+        means = [name for name, is_unused in unused.items() if is_unused and not (compiled or outside)]
         others = f"{' or '.join(means)} may need less, and so may one graph" if means else "one graph may need less"
         return f"{others}: this is broken at {self._broken_at}"
 
-    def _floor(self, least: int) -> str:
-        """Return what needs the least budget, for error messages; "" if it is not known."""
+    def _floor(self, least: int) -> tuple[str, str]:
+        """Return what needs the least budget, for error messages, and advice; "" for what is not known."""
         found = paths.tightest(self.root, least)
         if found is None:
-            return ""
+            return "", self._advice()
         node, program = found.path.nodes[found.place], found.path.programs[found.place]
         call = self._call(found.path.nodes, found.place)
         outside = {"forward": node.before, "after": node.after, "backward": node.back, "behind": node.behind}
         outside_bytes = format_bytes(outside[found.phase])
         kept = found.earlier + (node.saved(program) if found.phase in ("after", "backward") else 0)
         where = {"after": f"after the forward of {call}", "behind": f"after the backward of {call}"}.get(found.phase)
+        advice = self._advice(outside=where is not None and not kept)
         if where is None:
             where = f"{_largest_op(node.graph, program, found.phase)} runs in the {found.phase} of {call}"
-        return f"{where}, with {format_bytes(kept)} of saved values, and {outside_bytes} that belong to no graph"
+        return f"{where}, with {format_bytes(kept)} of saved values, and {outside_bytes} {BESIDE}", advice
 
     @property
     def plan(self) -> PlanOfGraphs | None:

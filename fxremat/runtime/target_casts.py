@@ -32,7 +32,7 @@ LOWER = _names(
     """
     _convolution convolution chain_matmul linalg_multi_dot einsum addmv addr mv gru_cell lstm_cell rnn_relu_cell
     rnn_tanh_cell _thnn_fused_gru_cell _thnn_fused_lstm_cell _scaled_dot_product_flash_attention cudnn_convolution
-    cudnn_convolution_transpose
+    cudnn_convolution_transpose _cudnn_rnn
     """
 )
 """Ops that CUDA casts to the lower precision, and a CPU does not."""
