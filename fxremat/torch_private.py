@@ -921,7 +921,7 @@ def _real_numbers_refused() -> Iterator[None]:
     and `% 1` is 0.
 
     `torch._dynamo.utils.run_node` computes what a call in the traced program returns; dynamo breaks the graph at
-    `DataDependentOutputException` (torch 2.11, 2.13, 2.14).
+    `DataDependentOutputException` (torch 2.11, 2.13, 2.14, 2.15).
     """
     import torch._dynamo.utils as utils
     from torch._subclasses.fake_tensor import DataDependentOutputException
