@@ -20,6 +20,11 @@ CHANGING = (
     "%s is captured and planned again at each call, since %s of it has another value each time: keep what the model "
     "counts in a buffer (a tensor), or outside of its forward%s"
 )
+MOST_CAPTURES = 12  # so many captures for known input sizes are told once, whatever changed
+AGAIN = (
+    "%s was captured and planned %d times more for input sizes that were planned for before: something else differs "
+    "from call to call, such as how inputs are nested, or a Python number among them. TORCH_LOGS=recompiles tells what"
+)
 FIXED = "; numbers that change are taken as fixed with these options"
 
 
@@ -49,6 +54,9 @@ class ChangingAttributes:
         if many:
             self._told = True
             log.warning(CHANGING, type(model).__name__, ", ".join(many), FIXED if fixed else "")
+        elif captures >= MOST_CAPTURES:
+            self._told = True
+            log.warning(AGAIN, type(model).__name__, captures)
 
 
 def _values_of(model: nn.Module, kinds: Collection[type]) -> dict[str, object]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.runtime.changing_attributes import MOST_CAPTURES
 from fxremat.settings import Search
 from tests.training import gradients_of, unequal
 
@@ -108,6 +109,25 @@ def test_a_text_that_changes_is_named(caplog: pytest.LogCaptureFixture) -> None:
             compiled.phase = f"phase {step}"
             compiled(x).backward()
     assert "since phase of it has another value each time" in caplog.text
+
+
+def test_calls_that_differ_in_something_else_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor, parts: tuple[Any, ...]) -> Tensor:
+            return self.forward(self.layer(x), parts[0]) if parts else x.square().mean()
+
+    compiled, x = fxremat.compile(Nested(), mem="100%", **FAST), torch.randn(16, 32)
+    parts: tuple[Any, ...] = ((),)
+    with caplog.at_level(logging.WARNING, logger="fxremat"):
+        for _ in range(MOST_CAPTURES + 3):
+            compiled(x, parts).backward()
+            parts = (parts,)
+    told = [text for text in caplog.messages if "times more for input sizes that were planned for before" in text]
+    assert len(told) == 1
 
 
 def test_a_counter_is_not_blamed_for_sizes_that_change(caplog: pytest.LogCaptureFixture) -> None:
