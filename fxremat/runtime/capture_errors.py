@@ -89,30 +89,35 @@ def refuse_without_gradients(joint: Captured) -> None:
 def submodule_error(model: nn.Module, error: Exception) -> CaptureError | None:
     """Return an error that names the submodule because of which capture failed; None if the cause is not a submodule.
 
-    Possible causes are a backward hook of a submodule, and a BatchNorm with momentum=None. The error's `place` is the
-    cause without advice.
+    Possible causes are a backward hook of a submodule, and a BatchNorm with momentum=None. The error's `place` names
+    both.
     """
     if "FloatTrueDiv(1.0" in str(error):
         for name, module in model.named_modules():
             if hasattr(module, "num_batches_tracked") and getattr(module, "momentum", 0.1) is None:
-                cause = f"{name!r} ({type(module).__name__}) has momentum=None"
+                which = f"{name!r} ({type(module).__name__})"
                 return CaptureError(
-                    f"{cause}: it averages over all batches so far, whose number is data, which no captured graph "
-                    "computes with as this does. Give it a momentum, or update its statistics under torch.no_grad(), "
-                    "as torch.optim.swa_utils.update_bn does",
-                    place=cause,
+                    f"{which} has momentum=None: it averages over all batches so far, whose number is data, which no "
+                    "captured graph computes with as this does. Give it a momentum, or update its statistics under "
+                    "torch.no_grad(), as torch.optim.swa_utils.update_bn does",
+                    place=f"{which}, which has momentum=None",
                 )
     if "backwards hooks" not in str(error):
         return None
     parts = [(name, module) for name, module in model.named_modules() if name]
     hooks = ((name, module, hook) for name, module in parts for hook in backward_hooks_of(module))
     name, module, hook = next(hooks, ("", model, None))
-    of = f"the submodule {name!r} ({type(module).__name__})" if hook else "all modules"
-    cause = f"{getattr(hook, '__qualname__', hook or 'a function')} is a backward hook of {of}"
+    if hook is None:
+        place = "a backward hook of all modules"
+        cause = f"there is {place}"
+    else:
+        which, what = f"{name!r} ({type(module).__name__})", getattr(hook, "__qualname__", hook)
+        place = f"{which}, which has the backward hook {what}"
+        cause = f"{what} is a backward hook of the submodule {which}"
     return CaptureError(
         f"{cause}, and no captured graph calls it: remove it, or compile the submodules around it instead; those of "
         "the compiled module itself are called",
-        place=cause,
+        place=place,
     )
 
 

@@ -222,12 +222,12 @@ class _Training:
         if not isinstance(clear, CaptureError):
             return False
         place = graph_break_place(error) if backend_failure(error) is None else None  # else the error says more
-        where = clear.place or ("" if place is None or place == UNKNOWN_LINE else place)
+        of_submodule = submodule_error(self.model, error)
+        known = of_submodule.place if of_submodule is not None else clear.place
+        where = known or ("" if place is None or place == UNKNOWN_LINE else place)
         self._coordinate(where)
         self.not_one_graph = str(clear).rstrip(".")
         self.broken_by = f"tracing stops at {where}" if where else self.not_one_graph
-        if (of_submodule := submodule_error(self.model, error)) is not None:
-            self.broken_by = of_submodule.place
         return True
 
     def tell_of_graphs(self) -> None:
