@@ -286,7 +286,8 @@ def test_what_is_counted_for_a_loss_that_was_not_measured_is_told_where_it_is_to
         F.mse_loss(model(x), target).backward()
         least.append(model.plan.minimum)
     assert least[0] > least[-1]
-    counts = r"the least counts \d+\.\d KiB for the loss outside the model and 128\.0 KiB for copies of its gradients"
+    copies = 256 if holds_gradients() else 128  # KiB, with what the copies are made of
+    counts = rf"the least counts 512\.\d KiB for the loss outside the model and {copies}\.0 KiB for copies"
     with pytest.raises(fxremat.BudgetTooSmall, match=counts) as small:
         compiled(least[-1])(x)
     assert small.value.minimum == least[0]
