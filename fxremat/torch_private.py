@@ -1613,16 +1613,16 @@ def writes_inputs() -> bool:
 
 
 def forget_graphs() -> None:
-    """Let dynamo capture all functions again that are called from now on: `torch._dynamo.reset`."""
+    """Let dynamo forget the graphs of all functions: `torch._dynamo.reset` (torch 2.11 to 2.15)."""
     import torch._dynamo
 
     torch._dynamo.reset()
 
 
 def global_hooks() -> tuple[tuple[int, ...], ...]:
-    """Return the ids of the hooks of all modules, by kind: `_global_*_hooks` of its module (torch 2.11 to 2.15).
+    """Return the ids of the hooks of all modules, by kind; no hook gets the id of an earlier one.
 
-    No hook gets the id of an earlier one.
+    `torch.nn.modules.module._global_forward_hooks` and its kin (torch 2.11 to 2.15).
     """
     kinds = ("forward_pre", "forward", "backward_pre", "backward")
     return tuple(tuple(getattr(torch.nn.modules.module, f"_global_{kind}_hooks")) for kind in kinds)

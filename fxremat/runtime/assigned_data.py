@@ -39,11 +39,10 @@ def refuse_assignments(graph: fx.Graph, error: AssertionError) -> None:
     assigned = next(filter(assigns_data, graph.nodes), None)
     if assigned is None or "set_ on a graph input" not in str(error):
         return
-    place = place_of(assigned)
     raise CaptureError(
         f"a tensor that the graph reads gets other memory by an assignment to .data{source_of(assigned)}: write into "
         "its memory instead, as in tensor.data.copy_(value)",
-        place=place,
+        place=place_of(assigned),
     ) from error
 
 

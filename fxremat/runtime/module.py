@@ -222,9 +222,8 @@ class _Training:
         if not isinstance(clear, CaptureError):
             return False
         place = graph_break_place(error) if backend_failure(error) is None else None  # else the error says more
-        of_submodule = submodule_error(self.model, error)
-        known = of_submodule.place if of_submodule is not None else clear.place
-        where = known or ("" if place is None or place == UNKNOWN_LINE else place)
+        named = submodule_error(self.model, error) or clear
+        where = named.place or ("" if place is None or place == UNKNOWN_LINE else place)
         self._coordinate(where)
         self.not_one_graph = str(clear).rstrip(".")
         self.broken_by = f"tracing stops at {where}" if where else self.not_one_graph
