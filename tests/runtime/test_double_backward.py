@@ -170,11 +170,11 @@ def test_forces_that_the_model_computes_itself() -> None:
         assert differences(*both) == []
 
 
-def test_where_dynamo_names_no_line_the_log_says_what_it_names(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_the_line_or_what_dynamo_names_in_its_place(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fxremat"):
         fxremat.compile(Forces(), mem="100%", search=QUICK)(rows()).backward()
     (told,) = [text for text in caplog.messages if "is trained as several graphs" in text]
-    assert "returning intermediate with requires_grad_()" in told
+    assert "test_double_backward.py:" in told or "returning intermediate with requires_grad_()" in told
 
 
 @pytest.mark.filterwarnings("ignore:the backward asks for gradients of gradients")

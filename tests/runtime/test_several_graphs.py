@@ -571,7 +571,8 @@ def test_steps_that_a_profiler_records_are_measured_later_and_said_so(caplog: py
         assert_equal_steps(ours, plain, rows())
     measured = peak_of(ours, rows())
     assert measured <= ours.plan.budget
-    assert measured <= ours.plan.predicted_peak <= measured * 1.02
+    # in torch 2.11 autograd may hold an output's gradient, and plans count it
+    assert measured <= ours.plan.predicted_peak <= measured * (1.05 if holds_gradients() else 1.02)
 
 
 def test_a_step_that_waits_for_its_backward_does_not_disturb_another_model() -> None:

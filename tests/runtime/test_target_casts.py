@@ -46,7 +46,9 @@ def type_of(function: Callable[[Tensor], Tensor], op: str, costs: str) -> str:
 def test_every_op_that_cuda_alone_casts_has_a_rule() -> None:
     tables = [LOWER, SINGLE, SINGLE_UNLESS_ASKED, PROMOTED]
     assert sum(map(len, tables)) == len(frozenset().union(*tables))
-    assert autocast_ops("AutocastCUDA").keys() - autocast_ops("AutocastCPU").keys() <= frozenset().union(*tables)
+    cuda_alone = autocast_ops("AutocastCUDA").keys() - autocast_ops("AutocastCPU").keys()
+    by_name = {op for op in cuda_alone if "Dimname" in op or ".dimname" in op or ".names" in op}  # up to torch 2.11
+    assert cuda_alone - by_name <= frozenset().union(*tables)
 
 
 @pytest.mark.parametrize(
