@@ -127,6 +127,8 @@ class CalledGraph:
         # for each primal, the index of its gradient among those that the backward returns, which has sizes, too
         self._gradient_at = [k for k in range(len(self._symbolic.backward_outputs)) if k not in sizes]
         self.gradients_apart = self._gradients_apart()
+        # of the primals whose gradients these are, the index with that of the gradient
+        self._apart_at = [(place, at) for place, at in enumerate(self._gradient_at) if at in self.gradients_apart]
 
     def _gradients_apart(self) -> dict[int, int]:
         """Return the gradients that others may overwrite, whichever program runs: index of the gradient -> value."""
@@ -140,7 +142,7 @@ class CalledGraph:
     def with_gradients_apart(self, primals: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the leaves among the primals of a call whose gradients others may overwrite, by the gradient's index.
         """
-        given = ((at, x) for at, x in zip(self._gradient_at, primals, strict=True) if at in self.gradients_apart)
+        given = ((at, primals[place]) for place, at in self._apart_at)
         return {at: x for at, x in given if x.is_leaf and x.requires_grad}
 
     def name_with(self, parameters: Iterable[str | None]) -> str:

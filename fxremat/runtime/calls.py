@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from fxremat.runtime.loss_meter import made_from
 from fxremat.runtime.step_memory import Border, Meter
 from fxremat.search.call_programs import CallProgram
 from fxremat.search.paths import Node, kept
-from fxremat.torch_private import current_node, is_allocated, storage_of, storage_watch, version_of
+from fxremat.torch_private import current_node, is_allocated, storage_of, storage_watch, versions_of
 
 _tokens = itertools.count(1)
 MOST_FORWARDS = 64  # forwards of one step; backwards that have not run by then are taken never to run
@@ -323,8 +323,9 @@ class Call:
 
         These are the saved ones, and the inputs that the graph does not overwrite itself.
         """
-        now = _versions_at(self._given_as, self.primals) == self._given_as
-        return now and _versions_at(self._saved_as, self.saved or ()) == self._saved_as
+        given = [self.primals[place] for place in self._given_as]
+        saved = [self.saved[place] for place in self._saved_as] if self.saved else []
+        return versions_of(given + saved) == [*self._given_as.values(), *self._saved_as.values()]
 
     def keep_values_of(self, storage: int, copied: Callable[[], torch.UntypedStorage]) -> None:
         """Prepare for a later graph of the step that overwrites a storage: read a copy of it, if the backward reads it.
@@ -383,9 +384,10 @@ def _apart(saved: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     return [x.detach() if isinstance(x, torch.Tensor) and storage_of(x) in returned else x for x in saved]
 
 
-def _versions_at(places: Iterable[int], tensors: Sequence[Any]) -> dict[int, int]:
+def _versions_at(places: Collection[int], tensors: Sequence[Any]) -> dict[int, int]:
     """Return the versions of the tensors with these indices, by index; other values have none."""
-    return {place: version_of(tensors[place]) for place in places if isinstance(tensors[place], torch.Tensor)}
+    versions = versions_of([tensors[place] for place in places])
+    return {place: version for place, version in zip(places, versions, strict=True) if version is not None}
 
 
 def _places_in(storage: int, places: Iterable[int], tensors: Sequence[Any]) -> list[int]:
