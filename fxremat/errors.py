@@ -117,8 +117,8 @@ class CaptureError(FxrematError):
     """A model that cannot be captured as one graph; the message names the line and a remedy.
 
     Args:
-        place: what ends the graph alone: a line as `file:line in function: code`, or a submodule; "": unknown, or in
-            the message only.
+        place: what ends the graph alone: a line as `file:line in function: code`, a submodule, or a reason; "": the
+            message alone tells it.
     """
 
     def __init__(self, message: str, place: str = "") -> None:

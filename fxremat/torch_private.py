@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import inspect
 import itertools
 import math
 import operator
@@ -16,6 +17,7 @@ import threading
 import time
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -907,16 +909,19 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     shape_config: Any = _config
     apart = shape_config.patch(use_duck_shape=False)
     quiet = silent("torch._subclasses.fake_tensor", "torch._dynamo.exc", METRICS)
-    with dynamo_config.patch(known), apart, _real_numbers_refused(), quiet, methods_left_to_python():
+    refused, methods = _computed_by_python(), _methods_of_containers_known_by_name()
+    with dynamo_config.patch(known), apart, refused, methods, quiet, methods_left_to_python():
         yield
 
 
 @contextlib.contextmanager
-def _real_numbers_refused() -> Iterator[None]:
-    """Within this context, arithmetic of data-dependent floats that is right for real numbers only ends the graph.
+def _computed_by_python() -> Iterator[None]:
+    """Within this context, the graph ends at what Python can compute, and tracing cannot or does wrong.
 
-    Sympy takes what `x.item()` returns for a real number, so that `number != number`, which finds NaN, is false,
-    `number == math.inf` too, and `number - number` is 0. Where a result is a constant or an operand is infinite,
+    An op that reads the numbers of a tensor fails, since the tensors of tracing have none: indexing by a tuple of
+    tensors with one number each does so (`WITHOUT_DATA`). And some arithmetic of floats that depend on data is right
+    for real numbers only: sympy takes what `x.item()` returns for one, so that `number != number`, which finds NaN, is
+    false, `number == math.inf` too, and `number - number` is 0. Where a result is a constant or an operand is infinite,
     Python has to compute it. So has it a remainder: `torch.utils._sympy.functions.Mod` takes it for one of integers,
     and `% 1` is 0.
 
@@ -932,7 +937,12 @@ def _real_numbers_refused() -> Iterator[None]:
     def running(tracer: Any, node: fx.Node, args: Any, kwargs: Any, module: Any) -> Any:
         read = any(isinstance(arg, torch.SymFloat) and depends_on_data(arg) for arg in args)
         refused = read and (node.target is operator.mod or any(map(is_infinite, args)))
-        result = None if refused else run(tracer, node, args, kwargs, module)
+        try:
+            result = None if refused else run(tracer, node, args, kwargs, module)
+        except RuntimeError as error:
+            if WITHOUT_DATA not in str(error):
+                raise
+            refused = True
         if refused or (read and is_constant(result)):
             raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
         return result
@@ -953,6 +963,47 @@ def _real_numbers_refused() -> Iterator[None]:
     finally:
         utils.run_node = run
 
+
+@contextlib.contextmanager
+def _methods_of_containers_known_by_name() -> Iterator[None]:
+    """Within this context, graphs that call a method of a list, dict, set or deque that they were given run again.
+
+    Where the graph ends inside the argument of `states.append(block(x))`, Python hands `states.append` to the graph
+    that goes on. Dynamo knows such a method by its identity, and every `states.append` is another object, so that it
+    would capture in each step again. Here it is known by its name and by what it is a method of.
+
+    `VariableBuilder._wrap` makes what dynamo knows of a value. `BoundBuiltinMethodVariable` stands for such a method
+    (torch 2.13, 2.14, 2.15); in torch 2.11 `GetAttrVariable` does, as where the method is looked up in the graph.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import builder, misc
+    from torch._dynamo.variables.base import VariableTracker
+
+    wrap: Callable[..., Any] = builder.VariableBuilder._wrap
+    bound: Any = getattr(builder, "BoundBuiltinMethodVariable", None)
+
+    def wrapping(self: Any, value: Any) -> Any:
+        owner = value.__self__ if isinstance(value, types.BuiltinMethodType) else None
+        if not isinstance(owner, list | dict | set | deque) or self.source is None:
+            return wrap(self, value)
+        self.install_guards(GuardBuilder.TYPE_MATCH)
+        name, known = value.__name__, VariableTracker.build
+        known(self.tx, name, AttrSource(self.source, "__name__"))  # this checks the name before the graph runs
+        of: Any = known(self.tx, owner, AttrSource(self.source, "__self__"))
+        if bound is None:
+            return misc.GetAttrVariable(of, name, source=self.source)
+        return bound(inspect.getattr_static(type(owner), name), of, source=self.source)
+
+    builder.VariableBuilder._wrap = wrapping  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        builder.VariableBuilder._wrap = wrap  # type: ignore[method-assign]
+
+
+WITHOUT_DATA = "data is not allocated yet"
+"""Part of the error of an op that reads the numbers of a fake tensor (torch 2.11, 2.13, 2.14, 2.15)."""
 
 METRICS = "torch._dynamo.metrics_context"
 """Name of dynamo's logger of statistics, which cannot sort functions in `ignore_logging_functions` (torch 2.11)."""

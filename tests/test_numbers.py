@@ -199,6 +199,27 @@ def test_what_holds_for_real_numbers_only_is_computed_by_python(finds: Callable[
             compiled(torch.full((8, 16), bad))
 
 
+class Cells(Deep):
+    """Leaves out the cells of a table that pairs of numbers name, each of them a tensor (transformers' Udop)."""
+
+    def forward(self, x: Tensor, pairs: Tensor) -> Tensor:
+        mask = torch.ones(x.shape, dtype=torch.bool)
+        rows, columns = zip(*pairs, strict=True)
+        mask[rows, columns] = False
+        return (self.layers(x) * mask).square().mean()
+
+
+def test_an_op_that_no_trace_can_compute_is_left_to_python() -> None:
+    torch.manual_seed(0)
+    plain = Cells()
+    compiled = fxremat.compile(copy.deepcopy(plain), "100%", **QUICK)
+    x = torch.randn(8, 16)
+    for place in range(3):
+        pairs = torch.tensor([[0, place], [place, 3]])
+        steps = [step_of(model, lambda m=model, at=pairs: m(x, at), lambda loss: loss) for model in (compiled, plain)]
+        assert differences(*steps) == []
+
+
 @pytest.mark.parametrize("broken", [False, True], ids=["one graph", "several"])
 def test_a_forward_that_raises_keeps_nothing_alive(broken: bool) -> None:
     class Indexing(Deep):

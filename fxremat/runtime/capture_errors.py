@@ -134,7 +134,8 @@ def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> 
         return cause
     if (inner := backend_failure(error)) is not None:
         what = f"{type(inner).__name__}: {_first_line(inner)}"
-        error = CaptureError(f"the model's graph cannot be differentiated or planned: {what}. {advice(what)}")
+        text = f"the model's graph cannot be differentiated or planned: {what}. {advice(what)}"
+        error = CaptureError(text, place=f"{UNKNOWN_LINE} ({what})")
         error.__cause__ = inner
         return error
     place = graph_break_place(error)
@@ -156,7 +157,8 @@ def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> 
             "compile a submodule instead"
         )
     where = f"{place} ({_first_line(error)})"
-    return CaptureError(f"the model is not one graph: tracing stops at {where}. {advice(where)}")
+    text = f"the model is not one graph: tracing stops at {where}. {advice(where)}"
+    return CaptureError(text, place=where if place == UNKNOWN_LINE else "")
 
 
 CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
