@@ -975,7 +975,7 @@ def _methods_of_containers_known_by_name() -> Iterator[None]:
     `VariableBuilder._wrap` makes what dynamo knows of a value. `BoundBuiltinMethodVariable` stands for such a method
     (torch 2.13, 2.14, 2.15); in torch 2.11 `GetAttrVariable` does, as where the method is looked up in the graph.
     """
-    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
     from torch._dynamo.variables import builder, misc
     from torch._dynamo.variables.base import VariableTracker
@@ -988,9 +988,9 @@ def _methods_of_containers_known_by_name() -> Iterator[None]:
         if not isinstance(owner, list | dict | set | deque) or self.source is None:
             return wrap(self, value)
         self.install_guards(GuardBuilder.TYPE_MATCH)
-        name, known = value.__name__, VariableTracker.build
-        known(self.tx, name, AttrSource(self.source, "__name__"))  # this checks the name before the graph runs
-        of: Any = known(self.tx, owner, AttrSource(self.source, "__self__"))
+        install_guard(AttrSource(self.source, "__name__").make_guard(GuardBuilder.EQUALS_MATCH))
+        name = value.__name__
+        of: Any = VariableTracker.build(self.tx, owner, AttrSource(self.source, "__self__"))
         if bound is None:
             return misc.GetAttrVariable(of, name, source=self.source)
         return bound(inspect.getattr_static(type(owner), name), of, source=self.source)

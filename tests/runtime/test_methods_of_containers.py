@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -31,62 +30,63 @@ class Block(nn.Module):
         return x + self.down(hidden)
 
 
-class Collecting(nn.Module):
-    """Collects the states after its blocks, and weighs them by their order."""
+class Two(nn.Module):
+    """Two blocks, whose states a container holds."""
 
-    def __init__(self, collect: Callable[[Any, Tensor], Collection[Tensor]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.collect = collect
+        self.first, self.second = Block(), Block()
         self.turns = False
 
+
+class Appends(Two):
     def forward(self, x: Tensor) -> Tensor:
-        weighed = [weight * state for weight, state in enumerate(self.collect(self, x), 1)]
-        return torch.stack(weighed).square().mean()
+        states = [x]
+        states.append(self.first(x))
+        states.append(self.second(states[-1]))
+        return loss_of(states)
 
 
-def appended(model: Collecting, x: Tensor) -> list[Tensor]:
-    states = [x]
-    for block in model.blocks:
-        states.append(block(states[-1]))
-    return states
+class Inserts(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        states = [x]
+        states.insert(0, self.first(x))
+        states.extend([self.second(x)])
+        return loss_of(states)
 
 
-def inserted(model: Collecting, x: Tensor) -> list[Tensor]:
-    states = [x]
-    states.insert(0, model.blocks[0](x))
-    states.extend([model.blocks[1](x)])
-    return states
+class Names(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        states = {"none": x}
+        states.update(first=self.first(x))
+        states.setdefault("second", self.second(states["first"]))
+        return loss_of(states.values())
 
 
-def named(model: Collecting, x: Tensor) -> Collection[Tensor]:
-    states = {"first": x}
-    states.update(second=model.blocks[0](x))
-    states.setdefault("third", model.blocks[1](x))
-    return states.values()
+class Turns(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        states = deque([x])
+        (states.appendleft if self.turns else states.append)(self.first(x))
+        return loss_of(states)
 
 
-def at_an_end(model: Collecting, x: Tensor) -> deque[Tensor]:
-    states = deque([x])
-    (states.appendleft if model.turns else states.append)(model.blocks[0](x))
-    return states
+def loss_of(states: Iterable[Tensor]) -> Tensor:
+    """Weigh the states by their order."""
+    return torch.stack([weight * state for weight, state in enumerate(states, 1)]).square().mean()
 
 
-LONG = pytest.mark.long
-
-
-@pytest.mark.parametrize("collect", [appended, named, pytest.param(inserted, marks=LONG)])
-def test_they_are_captured_once(collect: Callable[[Any, Tensor], Collection[Tensor]]) -> None:
-    steps = compared(Collecting(collect), [False] * 4)
-    assert steps[1] == steps[-1] > 1
+@pytest.mark.parametrize("kind", [Appends, Names, pytest.param(Inserts, marks=pytest.mark.long)])
+def test_they_are_captured_once(kind: type[Two]) -> None:
+    captured = compared(kind(), [False] * 4)
+    assert captured[1] == captured[-1] > 1
 
 
 def test_another_method_is_called_where_the_model_calls_another() -> None:
-    steps = compared(Collecting(at_an_end), [False, True, False, True, False, True])
-    assert steps[2] == steps[-1] > 1
+    captured = compared(Turns(), [False, True, False, True, False, True])
+    assert captured[2] == captured[-1] > 1
 
 
-def compared(plain: Collecting, turns: list[bool]) -> list[int]:
+def compared(plain: Two, turns: list[bool]) -> list[int]:
     """Train a model beside a compiled copy; return after each step how many graphs were captured."""
     torch.manual_seed(0)
     compiled = fxremat.compile(copy.deepcopy(plain), "100%", search=Search(seconds=0.0))
