@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
 class FxrematError(Exception):
     """The base of every error that fxremat raises on purpose."""
+
+
+def answer_of(function: Callable[..., Any], *arguments: Any, option: str) -> Any:
+    """Call a function that the user gave for an option. Raises `FxrematError` for an exception that it raises."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        inside = traceback.extract_tb(error.__traceback__)[1:]  # empty if it does not take these arguments
+        where = f" at {inside[-1].filename}:{inside[-1].lineno}" if inside else ""
+        name = getattr(function, "__qualname__", repr(function))
+        raise FxrematError(f"{option}: {name} raised {type(error).__name__}{where}: {error}") from error
 
 
 class BudgetTooSmall(FxrematError):

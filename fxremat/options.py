@@ -441,7 +441,10 @@ class Options:
         """Return the budget of a step; before `device_mem` is divided, all of it."""
         if self.device_mem is None:
             return parse_budget(self.mem)
-        total = Bytes(parse_bytes(self.device_mem))
+        try:
+            total = Bytes(parse_bytes(self.device_mem))
+        except InvalidBudget as error:
+            raise InvalidBudget(f"device_mem: {error}") from None
         return total if self.division is None else Bytes(self.division.budget)
 
     def _check_plan(self) -> None:
@@ -657,7 +660,8 @@ def check_name(name: str) -> None:
     if name in RENAMED:
         raise FxrematError(f"the option {name} has a new form: {RENAMED[name]}")
     if name not in NAMES:
-        raise FxrematError(f"unknown option {shortened(name)}{did_you_mean(name, NAMES)}; there are {', '.join(NAMES)}")
+        near = did_you_mean(name, (*NAMES, "example_inputs"))
+        raise FxrematError(f"unknown option {shortened(name)}{near}; there are {', '.join(NAMES)}")
 
 
 def _several(given: Wish | Sequence[Wish]) -> tuple[Wish, ...]:

@@ -1944,6 +1944,18 @@ def without_memory(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     return empty
 
 
+def is_tensor_of_subclass(value: object) -> bool:
+    """Tell whether a value is a tensor of a subclass that has methods of its own, and no kernels, nor inner tensors.
+
+    Its `__torch_dispatch__` is that of `torch.Tensor` (torch 2.11, 2.13, 2.14, 2.15). Kernels take it for one that
+    another class's `__torch_dispatch__` should run where a mode of torch's own is active.
+    """
+    if not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    same = type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return same and not isinstance(value, torch.nn.Parameter)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return the number of in-place writes to a tensor: `Tensor._version` (torch 2.11, 2.13), which autograd checks."""
     return int(tensor._version)

@@ -412,6 +412,25 @@ def test_forward_hooks() -> None:
     assert_as_plain(make, rows())
 
 
+@pytest.mark.parametrize("scale", [1, 2])
+def test_inputs_that_forward_pre_hooks_make_are_told_of(scale: int, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> Stack:
+        stack = Stack()
+        stack.register_forward_pre_hook(lambda module, args: (args[0] * scale if scale > 1 else args[0],))
+        return stack
+
+    assert_as_plain(make, rows())
+    told = [text for text in caplog.messages if text.startswith("forward pre-hooks of Stack make")]
+    assert len(told) == (scale > 1)
+
+
+def test_inputs_of_a_subclass_without_kernels() -> None:
+    class Image(Tensor):
+        """As torchvision's `tv_tensors.Image`."""
+
+    assert_as_plain(Stack, rows().as_subclass(Image))
+
+
 def test_autocast() -> None:
     assert_as_plain(Stack, rows(), body=under_autocast)
 

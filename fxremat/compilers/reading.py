@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from fxremat.errors import CaptureError
+from fxremat.errors import CaptureError, FxrematError
 from fxremat.graphs.captured import Captured, read_joint
 from fxremat.graphs.names import note_names, parameter_of
 from fxremat.graphs.nodes import NUMBERS, SYMBOLS, is_random, tangents_in, tensors_of
@@ -27,6 +27,7 @@ from fxremat.passes.regions import inline_regions
 from fxremat.passes.without_mutation import without_mutation
 from fxremat.step.source import common_module
 from fxremat.torch_private import copied, depends_on_data
+from fxremat.units import shortened
 
 aten = torch.ops.aten
 
@@ -123,7 +124,10 @@ def read_given(module: fx.GraphModule, num_fwd_outputs: int | None = None, *, pi
     Raises:
         CaptureError: the backward cannot be distinguished from the forward; or a node cannot be planned, which is
             named.
+        FxrematError: it is no graph of torch.fx.
     """
+    if not isinstance(module, fx.GraphModule):
+        raise FxrematError(f"a pass takes a torch.fx.GraphModule, not {shortened(module)}")
     copy = fx.GraphModule(module, copied(module.graph))
     inline_regions(copy)
     graph = copy.graph

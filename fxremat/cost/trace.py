@@ -29,7 +29,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fxremat.cost.devices import Device
-from fxremat.errors import FxrematError
+from fxremat.errors import FxrematError, answer_of
 
 Key = tuple[str, tuple[tuple[int, ...], ...]]  # the name of an op, and the shapes of its inputs
 ID = "External id"  # key by which events refer to the op that started them
@@ -217,7 +217,7 @@ def timed_by(timer: Trace | Timer, nodes: Sequence[fx.Node], estimates: Sequence
 
 
 def _asked(timer: Timer, node: fx.Node) -> float:
-    seconds = timer(node)
+    seconds = answer_of(timer, node, option="costs")
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 <= seconds < float("inf"):
         raise FxrematError(f"costs: {timer!r} says that {node.name} takes {seconds!r}; it returns seconds, 0 or more")
     return seconds * (1e-3 if _is_of_torch(timer) else 1)

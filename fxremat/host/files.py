@@ -53,6 +53,8 @@ class FileTier(HostTier):
                     f"{name} is {speed!r}; it is a number of bytes per second above 0, or None"
                 )
         self.folder = None if folder is None else Path(folder)
+        if self.folder is not None and not self.folder.is_dir():
+            raise FxrematError(f"FileTier: there is no folder {str(folder)!r}")
         self.to_host, self.from_host = to_host, from_host
         self.copies: list[Copied] | None = None  # if set to a list, every copy is appended to it
         self._begin_anew()

@@ -20,7 +20,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxremat.device import kind_of
-from fxremat.errors import FxrematError
+from fxremat.errors import FxrematError, answer_of
 from fxremat.graphs.accounting import device_of
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.nodes import tensors_of
@@ -80,12 +80,12 @@ def check_meant(graph: Captured, never_again: Sequence[Wish]) -> None:
         if isinstance(wish, str) and not any(_is_meant(graph, op.index, wish) for op in graph.forward_ops):
             modules = sorted({source.module for source in graph.sources if source.module})
             some = f"; some modules are {', '.join(modules[:4])}" if modules else ""
-            raise FxrematError(f"no op of the forward belongs to a module {wish!r}, which is never to run again{some}")
+            raise FxrematError(f"never_again or keep: no op of the forward belongs to a module {wish!r}{some}")
 
 
 def _is_meant(graph: Captured, op: int, wish: Wish) -> bool:
     if not isinstance(wish, str):
-        return bool(wish(graph.nodes[op]))
+        return bool(answer_of(wish, graph.nodes[op], option="never_again or keep"))
     parts = graph.sources[op].module.split(".")
     return any(fnmatchcase(".".join(parts[:end]), wish) for end in range(1, len(parts) + 1))
 

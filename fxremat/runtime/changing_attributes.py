@@ -1,13 +1,13 @@
 """Tells which attributes of a model change from call to call, so that each call is captured and planned again.
 
 dynamo compares Python values that a model reads with those of the captured call. Integers become inputs of the graph
-once they have changed, but not where sizes are fixed; flags and texts never do.
+once they have changed, but not where sizes are fixed; flags, texts and the lengths of containers never do.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 MANY_CAPTURES = 3  # so many captures for known input sizes, each with another value of an attribute, are told once
 CHANGING = (
     "%s is captured and planned again at each call, since %s of it has another value each time: keep what the model "
-    "counts in a buffer (a tensor), or outside of its forward%s"
+    "counts in a buffer (a tensor), and what it collects outside of its forward%s"
 )
 MOST_CAPTURES = 12  # so many captures for known input sizes are told once, whatever changed
 AGAIN = (
@@ -60,10 +60,13 @@ class ChangingAttributes:
 
 
 def _values_of(model: nn.Module, kinds: Collection[type]) -> dict[str, object]:
-    """Return the attributes of a model's modules that are of these types, by dotted name."""
-    return {
-        f"{path}.{name}" if path else name: value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if type(value) in kinds and name != "training"
-    }
+    """Return the attributes of a model's modules that are of these types, and lengths of its containers, by name."""
+    found: dict[str, object] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            dotted = f"{path}.{name}" if path else name
+            if type(value) in kinds and name != "training":
+                found[dotted] = value
+            elif isinstance(value, list | set | deque) or (isinstance(value, dict) and not name.startswith("_")):
+                found[f"len({dotted})"] = len(value)
+    return found

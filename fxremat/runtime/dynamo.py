@@ -97,6 +97,7 @@ from fxremat.torch_private import (
     is_compiling,
     is_float,
     is_state,
+    is_tensor_of_subclass,
     leaves_to_python,
     marked_most,
     never_donate,
@@ -563,8 +564,14 @@ class Backend:
         if self._any_layout:
             take_gradients_as_they_lie()
         run = step.forward_of(graph)
+        of_subclasses: list[int] | None = None  # indices of the arguments of other classes, which dynamo checks
 
         def forward(arguments: list[Any]) -> Any:
+            nonlocal of_subclasses
+            if of_subclasses is None:
+                of_subclasses = [place for place, argument in enumerate(arguments) if is_tensor_of_subclass(argument)]
+            for place in of_subclasses:
+                arguments[place] = arguments[place].as_subclass(torch.Tensor)
             if self.until is Until.PLANNED:
                 if isinstance(step, Sized):
                     step.choose(arguments)

@@ -78,8 +78,10 @@ from fxremat.torch_private import (
     outside_graphs,
     planning_error,
     sizes_unmarked,
+    storage_of,
     write_forward,
 )
+from fxremat.units import format_bytes
 
 if TYPE_CHECKING:
     from fxremat.runtime.sharded import Reduction, Shared
@@ -128,6 +130,10 @@ UNREDUCED = (
     "DistributedDataParallel reduces gradients after the backward, and with Offload(weights=True) the backward updates "
     'the parameters: give Offload(weights=True, updates="step"), which updates them after that, or compile '
     "fxremat.fully_shard(model, replicate=True), which reduces gradients inside of the backward"
+)
+MADE_INPUTS = (
+    "forward pre-hooks of %s make %s of inputs, and the budget counts no inputs: make them in forward, or take as much "
+    "off mem"
 )
 TRANSFORMS = {
     "torch.func": "a transform of torch.func (grad, vmap, ...)",
@@ -182,6 +188,9 @@ class _Training:
     changing: ChangingAttributes = field(default_factory=ChangingAttributes)
     written: set[str] | None = None  # buffers that steps of several graphs write to; None: not known yet
     hooks_of_all: tuple[Any, ...] = field(default_factory=global_hooks)  # of all modules, when the last call began
+    # the `storage_of` each input, before the forward pre-hooks of the compiled module; None: it has none
+    given: frozenset[int] | None = None
+    told_of_inputs: bool = False  # True once a warning said that these hooks make inputs
 
     @functools.cached_property
     def of_transformers(self) -> bool:
@@ -205,6 +214,15 @@ class _Training:
             if self.in_parts is not None:
                 self.in_parts = self.backend.coordinator = None
                 forget_graphs()
+
+    def tell_of_made_inputs(self, *inputs: Any) -> None:
+        """Warn, once, if forward pre-hooks of the compiled module have made inputs: a plan of one graph counts none."""
+        if self.given is None or self.told_of_inputs or self.backend.coordinator is not None:
+            return
+        made = sum(size for storage, size in _storages(inputs).items() if storage not in self.given)
+        if made:
+            self.told_of_inputs = True
+            log.warning(MADE_INPUTS, self.backend.model, format_bytes(made))
 
     def breaks_up(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Capture the model as several graphs from now on, after its capture as one graph ended with this error.
@@ -582,7 +600,10 @@ def _call_of(model: type[nn.Module]) -> Callable[..., Any]:
     """Return a `__call__` that calls a module as its class does; in training, sharded parameters are gathered."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _gathering(self, _training_of(self)):
+        training = _training_of(self)
+        hooked = self._forward_pre_hooks and _trains(self) and is_traced() is None
+        training.given = frozenset(_storages((args, kwargs))) if hooked else None
+        with _gathering(self, training):
             return model.__call__(self, *args, **kwargs)
 
     return call
@@ -768,6 +789,7 @@ def _forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _forward_planned(module: Any, training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    training.tell_of_made_inputs(args, kwargs)
     backend = training.backend
     before = backend.settings
     try:
@@ -1014,6 +1036,12 @@ def _check_trainable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             "nothing to train: no parameter and no input requires grad; "
             "use model.eval() or torch.no_grad() to run the plain model"
         )
+
+
+def _storages(value: Any) -> dict[int, int]:
+    """Return the bytes of each storage in which tensors of a nested value lie, by `storage_of`."""
+    dense = (tensor for tensor in _tensors(value) if tensor.layout is torch.strided)
+    return {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

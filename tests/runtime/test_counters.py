@@ -111,6 +111,24 @@ def test_a_text_that_changes_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "since phase of it has another value each time" in caplog.text
 
 
+def test_a_list_that_grows_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Noting(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss = super().forward(x)
+            self.losses.append(loss.detach())
+            return loss
+
+    compiled, x = fxremat.compile(Noting(), mem="100%", **FAST), torch.randn(16, 32)
+    with caplog.at_level(logging.WARNING, logger="fxremat"):
+        for _ in range(6):
+            compiled(x).backward()
+    assert "since len(losses) of it has another value each time" in caplog.text
+
+
 def test_calls_that_differ_in_something_else_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
