@@ -20,10 +20,11 @@ CHANGING = (
     "%s is captured and planned again at each call, since %s of it has another value each time: keep what the model "
     "counts in a buffer (a tensor), and what it collects outside of its forward%s"
 )
-MOST_CAPTURES = 12  # so many captures for known input sizes are told once, whatever changed
+MOST_CALLS = 12  # so many calls that capture for known input sizes are told once, whatever changed
 AGAIN = (
-    "%s was captured and planned %d times more for input sizes that were planned for before: something else differs "
-    "from call to call, such as how inputs are nested, or a Python number among them. TORCH_LOGS=recompiles tells what"
+    "%s was captured and planned again in %d calls, for input sizes that were planned for before: something else "
+    "differs from call to call, such as how inputs are nested, or a Python number among them. TORCH_LOGS=recompiles "
+    "tells what"
 )
 FIXED = "; numbers that change are taken as fixed with these options"
 
@@ -33,6 +34,7 @@ class ChangingAttributes:
     """Compares a model's attributes after each capture that known input sizes did not need."""
 
     captures: int = 0  # of these, so far
+    calls: int = 0  # number of calls with such captures, without the first, which captures all graphs
     _values: dict[str, object] = field(default_factory=dict)
     _changed: Counter[str] = field(default_factory=Counter)
     _told: bool = False
@@ -47,16 +49,18 @@ class ChangingAttributes:
         if self._told or captures == self.captures:
             return
         kinds = (bool, str, int, float) if fixed else (bool, str)
+        first = not self.captures
         self.captures, before, self._values = captures, self._values, _values_of(model, kinds)
-        if before:
+        if not first:
+            self.calls += 1
             self._changed.update(name for name, value in self._values.items() if before.get(name) != value)
         many = sorted(name for name, count in self._changed.items() if count >= MANY_CAPTURES)
         if many:
             self._told = True
             log.warning(CHANGING, type(model).__name__, ", ".join(many), FIXED if fixed else "")
-        elif captures >= MOST_CAPTURES:
+        elif self.calls >= MOST_CALLS:
             self._told = True
-            log.warning(AGAIN, type(model).__name__, captures)
+            log.warning(AGAIN, type(model).__name__, self.calls)
 
 
 def _values_of(model: nn.Module, kinds: Collection[type]) -> dict[str, object]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.runtime.changing_attributes import MOST_CAPTURES
+from fxremat.runtime.changing_attributes import MOST_CALLS
 from fxremat.settings import Search
 from tests.training import gradients_of, unequal
 
@@ -141,11 +141,24 @@ def test_calls_that_differ_in_something_else_are_told_of_once(caplog: pytest.Log
     compiled, x = fxremat.compile(Nested(), mem="100%", **FAST), torch.randn(16, 32)
     parts: tuple[Any, ...] = ((),)
     with caplog.at_level(logging.WARNING, logger="fxremat"):
-        for _ in range(MOST_CAPTURES + 3):
+        for _ in range(MOST_CALLS + 3):
             compiled(x, parts).backward()
             parts = (parts,)
-    told = [text for text in caplog.messages if "times more for input sizes that were planned for before" in text]
+    told = [text for text in caplog.messages if "for input sizes that were planned for before" in text]
     assert len(told) == 1
+
+
+def test_a_first_call_that_captures_many_graphs_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    lines = ["def forward(self, x):", *["x = self.net[0](x)[:, :32]; torch._dynamo.graph_break()"] * (MOST_CALLS + 2)]
+    names: dict[str, Any] = {"torch": torch}
+    exec("\n    ".join([*lines, "return x.square().mean()"]), names)  # a loop with such a line would stay Python
+    often = type("Often", (Counting,), {"forward": names["forward"]})
+    compiled, x = fxremat.compile(often(), mem="100%", **FAST), torch.randn(16, 32)
+    with caplog.at_level(logging.WARNING, logger="fxremat"):
+        for _ in range(3):
+            compiled(x).backward()
+    assert len(compiled.plan.calls) > MOST_CALLS
+    assert "captured and planned again" not in caplog.text
 
 
 def test_a_counter_is_not_blamed_for_sizes_that_change(caplog: pytest.LogCaptureFixture) -> None:
