@@ -18,8 +18,9 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 from unittest import mock
@@ -909,8 +910,8 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     shape_config: Any = _config
     apart = shape_config.patch(use_duck_shape=False)
     quiet = silent("torch._subclasses.fake_tensor", "torch._dynamo.exc", METRICS)
-    refused, methods = _computed_by_python(), _methods_of_containers_known_by_name()
-    with dynamo_config.patch(known), apart, refused, methods, quiet, methods_left_to_python():
+    refused, containers = _computed_by_python(), _containers_of_python()
+    with dynamo_config.patch(known), apart, refused, containers, quiet, methods_left_to_python():
         yield
 
 
@@ -964,16 +965,32 @@ def _computed_by_python() -> Iterator[None]:
         utils.run_node = run
 
 
-@contextlib.contextmanager
-def _methods_of_containers_known_by_name() -> Iterator[None]:
-    """Within this context, graphs that call a method of a list, dict, set or deque that they were given run again.
+_left: ContextVar[Collection[int]] = ContextVar("_left", default=())
 
-    Where the graph ends inside the argument of `states.append(block(x))`, Python hands `states.append` to the graph
-    that goes on. Dynamo knows such a method by its identity, and every `states.append` is another object, so that it
-    would capture in each step again. Here it is known by its name and by what it is a method of.
+
+@contextlib.contextmanager
+def left_to_python(containers: Collection[int]) -> Iterator[None]:
+    """Within this context, graphs end where one of these lists, dicts, sets or deques, named by its `id`, is used."""
+    before = _left.set(containers)
+    try:
+        yield
+    finally:
+        _left.reset(before)
+
+
+@contextlib.contextmanager
+def _containers_of_python() -> Iterator[None]:
+    """Within this context, dynamo captures a use of a list, dict, set or deque only once.
+
+    * Where the graph ends inside the argument of `states.append(block(x))`, Python hands `states.append` to the graph
+      that goes on. Dynamo knows such a method by its identity, and every `states.append` is another object, so that it
+      would capture in each step again. Here it is known by its name and by what it is a method of.
+    * Of a container that a model keeps, dynamo knows how long it is. One that grows from call to call is left to Python
+      (`left_to_python`).
 
     `VariableBuilder._wrap` makes what dynamo knows of a value. `BoundBuiltinMethodVariable` stands for such a method
     (torch 2.13, 2.14, 2.15); in torch 2.11 `GetAttrVariable` does, as where the method is looked up in the graph.
+    Whatever is done with an `UnknownVariable` ends the graph (torch 2.11, 2.13, 2.14, 2.15).
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
@@ -985,6 +1002,9 @@ def _methods_of_containers_known_by_name() -> Iterator[None]:
 
     def wrapping(self: Any, value: Any) -> Any:
         owner = value.__self__ if isinstance(value, types.BuiltinMethodType) else None
+        if id(value) in _left.get():
+            self.install_guards(GuardBuilder.TYPE_MATCH)
+            return misc.UnknownVariable(source=self.source)
         if not isinstance(owner, list | dict | set | deque) or self.source is None:
             return wrap(self, value)
         self.install_guards(GuardBuilder.TYPE_MATCH)

@@ -1,14 +1,15 @@
 """Tells which attributes of a model change from call to call, so that each call is captured and planned again.
 
 dynamo compares Python values that a model reads with those of the captured call. Integers become inputs of the graph
-once they have changed, but not where sizes are fixed; flags, texts and the lengths of containers never do.
+once they have changed, but not where sizes are fixed; flags and texts never do, nor lengths of containers. A list, dict
+or set that grows is left to Python, where the model may be several graphs.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sized
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -36,25 +37,32 @@ class ChangingAttributes:
     captures: int = 0  # of these, so far
     calls: int = 0  # number of calls with such captures, without the first, which captures all graphs
     _values: dict[str, object] = field(default_factory=dict)
+    _lengths: dict[str, int] = field(default_factory=dict)
     _changed: Counter[str] = field(default_factory=Counter)
+    _grown: Counter[str] = field(default_factory=Counter)
     _told: bool = False
 
-    def look(self, model: nn.Module, captures: int, *, fixed: bool) -> None:
+    def look(self, model: nn.Module, captures: int, *, fixed: bool, whole: bool) -> None:
         """Warn, once, if calls are captured again and again beside attributes that change.
 
         Args:
             captures: number of captures so far for input sizes that had been planned for.
             fixed: numbers are taken as fixed.
+            whole: the model has to be one graph, which containers that grow cannot end.
         """
-        if self._told or captures == self.captures:
+        if captures == self.captures:
             return
         kinds = (bool, str, int, float) if fixed else (bool, str)
         first = not self.captures
         self.captures, before, self._values = captures, self._values, _values_of(model, kinds)
+        lengths, self._lengths = self._lengths, {name: len(held) for name, held in _containers_of(model)}
         if not first:
             self.calls += 1
             self._changed.update(name for name, value in self._values.items() if before.get(name) != value)
-        many = sorted(name for name, count in self._changed.items() if count >= MANY_CAPTURES)
+            self._grown.update(name for name, length in self._lengths.items() if lengths.get(name, length) < length)
+        many = _often(self._changed) + [f"len({name})" for name in _often(self._grown) if whole]
+        if self._told:
+            return
         if many:
             self._told = True
             log.warning(CHANGING, type(model).__name__, ", ".join(many), FIXED if fixed else "")
@@ -62,15 +70,31 @@ class ChangingAttributes:
             self._told = True
             log.warning(AGAIN, type(model).__name__, self.calls)
 
+    def growing(self, model: nn.Module) -> frozenset[int]:
+        """Return the `id` of each container of the model that grows from call to call, so that each call is captured.
+        """
+        if not (names := _often(self._grown)):
+            return frozenset()
+        return frozenset(id(held) for name, held in _containers_of(model) if name in names)
+
+
+def _often(counted: Counter[str]) -> list[str]:
+    return sorted(name for name, count in counted.items() if count >= MANY_CAPTURES)
+
 
 def _values_of(model: nn.Module, kinds: Collection[type]) -> dict[str, object]:
-    """Return the attributes of a model's modules that are of these types, and lengths of its containers, by name."""
-    found: dict[str, object] = {}
+    """Return the attributes of a model's modules that are of these types, by dotted name."""
+    return {name: value for name, value in _attributes(model) if type(value) in kinds and name != "training"}
+
+
+def _containers_of(model: nn.Module) -> Iterator[tuple[str, Sized]]:
+    """Yield the containers among the attributes of a model's modules, with their dotted names."""
+    for name, value in _attributes(model):
+        if isinstance(value, list | dict | set | deque) and not name.rpartition(".")[2].startswith("_"):
+            yield name, value
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, object]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            dotted = f"{path}.{name}" if path else name
-            if type(value) in kinds and name != "training":
-                found[dotted] = value
-            elif isinstance(value, list | set | deque) or (isinstance(value, dict) and not name.startswith("_")):
-                found[f"len({dotted})"] = len(value)
-    return found
+            yield (f"{path}.{name}" if path else name), value

@@ -75,6 +75,7 @@ from fxremat.torch_private import (
     graph_break_place,
     is_data_parallel,
     is_traced,
+    left_to_python,
     outside_graphs,
     planning_error,
     sizes_unmarked,
@@ -831,8 +832,11 @@ def _forward_once(module: Any, training: _Training, args: tuple[Any, ...], kwarg
     try:
         on_device = weights.seen_on_the_device() if weights else contextlib.nullcontext()
         with on_device, _gathering(module, training):
-            outputs = _run(training, args, kwargs)
-            training.changing.look(training.model, backend.captured_again, fixed=backend.takes_numbers_as_fixed)
+            whole = bool(training.needs_one_graph) or backend.options.fullgraph
+            with left_to_python(frozenset() if whole else training.changing.growing(training.model)):
+                outputs = _run(training, args, kwargs)
+            fixed = backend.takes_numbers_as_fixed
+            training.changing.look(training.model, backend.captured_again, fixed=fixed, whole=whole)
             if training.shared is not None:
                 training.shared.before_backward_of(_tensors(outputs))
     except Exception as error:

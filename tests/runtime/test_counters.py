@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.runtime.changing_attributes import MOST_CALLS
+from fxremat.plan_of_graphs import PlanOfGraphs
+from fxremat.runtime.changing_attributes import MANY_CAPTURES, MOST_CALLS
 from fxremat.settings import Search
 from tests.training import gradients_of, unequal
 
@@ -111,21 +112,44 @@ def test_a_text_that_changes_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "since phase of it has another value each time" in caplog.text
 
 
-def test_a_list_that_grows_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Noting(Counting):
-        def __init__(self) -> None:
-            super().__init__()
-            self.losses: list[Tensor] = []
+class Noting(Counting):
+    """Notes its losses, and weighs the next one by how many there are."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            loss = super().forward(x)
-            self.losses.append(loss.detach())
-            return loss
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
 
-    compiled, x = fxremat.compile(Noting(), mem="100%", **FAST), torch.randn(16, 32)
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        self.losses.append(loss.detach())
+        return loss * len(self.losses)
+
+
+class ByName(Counting):
+    """Notes its losses by the number of the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted = nn.Module()
+        self.noted.losses = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        self.noted.losses[f"loss {len(self.noted.losses)}"] = loss.detach()
+        return loss
+
+
+@pytest.mark.parametrize("make", [Noting, ByName])
+def test_a_container_that_grows_is_left_to_python(make: type[Counting]) -> None:
+    compiled, captures = trained(make(), x := torch.randn(16, 32))
+    assert captures[MANY_CAPTURES + 3] == captures[-1]
+    compiled(x).backward()
+    assert isinstance(compiled.plan, PlanOfGraphs)
+
+
+def test_where_one_graph_is_wanted_a_warning_names_the_list_that_grows(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="fxremat"):
-        for _ in range(6):
-            compiled(x).backward()
+        trained(Noting(), torch.randn(16, 32), fullgraph=True)
     assert "since len(losses) of it has another value each time" in caplog.text
 
 
