@@ -250,6 +250,8 @@ class Coordinator:
         assert step is not None, "a graph was called outside of a step"
         at = graph.at(dims)
         node, is_new = self.plans.next(step.node, graph, at)
+        if not (node.measured or step.measured):
+            self._unsettled = SETTLED  # later steps measure what the step that captured this call did not
         if is_new:
             self._unsettled = SETTLED
             names = {id(parameter): name for name, parameter in self._parameters()}

@@ -575,6 +575,20 @@ def test_steps_that_a_profiler_records_are_measured_later_and_said_so(caplog: py
     assert measured <= ours.plan.predicted_peak <= measured * (1.05 if holds_gradients() else 1.02)
 
 
+def test_a_way_that_only_a_capturing_step_took_is_measured_when_it_is_taken_again() -> None:
+    last = 4
+
+    def until(number: int, x: Tensor) -> Tensor | None:
+        return x if number < last else None
+
+    ours, plain = twins(until, mem="min")
+    for last in (4, 1, 1, 1, 1, 4, 4, 4, 4):  # noqa: B007 (`until` reads it)
+        assert_equal_steps(ours, plain, rows())
+    measured = peak_of(ours, rows())
+    assert measured <= ours.plan.budget
+    assert measured <= ours.plan.predicted_peak <= measured * 1.02
+
+
 def test_a_step_that_waits_for_its_backward_does_not_disturb_another_model() -> None:
     """Both are measured on this thread; the loss of the first may be held for ever."""
     waiting, _ = twins()
