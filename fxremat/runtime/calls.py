@@ -231,6 +231,8 @@ class Call:
     # index of an input that the graph does not overwrite, or of a saved tensor -> its version at the end of the forward
     _given_as: dict[int, int] = field(default_factory=dict)
     _saved_as: dict[int, int] = field(default_factory=dict)
+    # the `storage_of` each of these tensors, and perhaps of some that were freed; None: not asked for yet
+    _storages: frozenset[int] | None = None
     _overwritten: bool = False  # True if a later graph has overwritten an input that only another forward would read
     # index of an input -> function that tells whether the input is still alive
     _inputs: dict[int, Callable[[], bool]] = field(default_factory=dict)
@@ -327,6 +329,16 @@ class Call:
         saved = [self.saved[place] for place in self._saved_as] if self.saved else []
         return versions_of(given + saved) == [*self._given_as.values(), *self._saved_as.values()]
 
+    @property
+    def storages(self) -> frozenset[int]:
+        """The `storage_of` each tensor that the backward reads, and perhaps of some that were freed. O(tensors), once.
+        """
+        if self._storages is None:
+            held: list[Any] = self.saved or []
+            tensors = [self.primals[place] for place in self._given_as] + [held[place] for place in self._saved_as]
+            self._storages = frozenset(map(storage_of, tensors))
+        return self._storages
+
     def keep_values_of(self, storage: int, copied: Callable[[], torch.UntypedStorage]) -> None:
         """Prepare for a later graph of the step that overwrites a storage: read a copy of it, if the backward reads it.
 
@@ -345,6 +357,7 @@ class Call:
                 for place in places:
                     tensors[place] = _in_storage(copied(), tensors[place])
                 versions |= _versions_at(places, tensors)
+            self._storages = None
         else:
             self._overwritten = True
             for place in given:

@@ -280,18 +280,19 @@ class Coordinator:
         What they read has to be as it was in their forwards, since they recompute from it. PyTorch's own backward may
         not read it, and then trains such a model.
         """
-        for tensor in overwritten:
-            copies = list[torch.UntypedStorage]()
+        written = {storage_of(tensor): tensor for tensor in overwritten}
+        copies: dict[int, torch.UntypedStorage] = {}
 
-            def copied(tensor: torch.Tensor = tensor, copies: list[torch.UntypedStorage] = copies) -> Any:
-                if not copies:
-                    storage = tensor.untyped_storage()
-                    self._make_room(step, node.before, storage.nbytes(), node)
-                    copies.append(storage.clone())
-                return copies[0]
+        def copied(storage: int) -> torch.UntypedStorage:
+            if storage not in copies:
+                now = written[storage].untyped_storage()
+                self._make_room(step, node.before, now.nbytes(), node)
+                copies[storage] = now.clone()
+            return copies[storage]
 
-            for call in step.calls:
-                call.keep_values_of(storage_of(tensor), copied)
+        for call in step.calls if written else ():
+            for storage in written.keys() & call.storages:
+                call.keep_values_of(storage, partial(copied, storage))
 
     @property
     def _with_gradient(self) -> Iterator[torch.Tensor]:
