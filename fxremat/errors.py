@@ -11,6 +11,10 @@ class FxrematError(Exception):
     """The base of every error that fxremat raises on purpose."""
 
 
+class NotSymbolic(Exception):
+    """Raised if a graph holds for one size only, so that it has to be captured with fixed sizes."""
+
+
 def answer_of(function: Callable[..., Any], *arguments: Any, option: str) -> Any:
     """Call a function that the user gave for an option. Raises `FxrematError` for an exception that it raises."""
     try:

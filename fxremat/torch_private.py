@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 from torch import fx
 
-from fxremat.errors import FxrematError
+from fxremat.errors import FxrematError, NotSymbolic
 
 T = TypeVar("T")
 
@@ -509,22 +509,28 @@ def compiled_step(
         on_fixed: called with the error that occurred before sizes were fixed.
     """
 
-    def capture(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        nonlocal dynamic, at_once
+    fixed = False  # True once symbolic sizes have failed
+
+    def capture(inner: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal dynamic, at_once, fixed
+        given = torch.utils._pytree.tree_leaves([*frame.f_locals.values()])
+        unmarked = functools.partial(sizes_unmarked, [each for each in given if isinstance(each, torch.Tensor)])
         try:
-            with capture_settings(dynamic):
-                result = inner(*args, **kwargs)
+            with capture_settings(dynamic), unmarked() if fixed else contextlib.nullcontext():
+                result = inner(frame, *args, **kwargs)
             at_once = True
             return result
         except Exception as error:
             if planning_error(error) is not None:
                 at_once = True  # capturing succeeded, and the next call may have other sizes
                 raise
-            if dynamic is False or not (dynamic or at_once):
+            # in the first call, too, sizes are symbolic where torch.compile has seen several of them
+            symbolic = dynamic or at_once or isinstance(backend_failure(error), NotSymbolic)
+            if dynamic is False or not symbolic:
                 raise
-            with capture_settings(False):
-                result = inner(*args, **kwargs)
-            dynamic = False
+            with capture_settings(False), unmarked():
+                result = inner(frame, *args, **kwargs)
+            dynamic, fixed = False, True
             on_fixed(backend_failure(error) or error)
             return result
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from fxremat.errors import NotSymbolic
 from fxremat.graphs.captured import Captured, read_joint
 from fxremat.graphs.nodes import SYMBOLS, tangents_in, tensors_of
 from fxremat.torch_private import (
@@ -41,10 +42,6 @@ if TYPE_CHECKING:
 
 Dims = tuple[int, ...]
 Size = Any  # an integer expression of sympy, or the node of another symbolic number, such as a float
-
-
-class NotSymbolic(Exception):
-    """Raised if a graph holds for one size only, so that it has to be captured with fixed sizes."""
 
 
 def is_size(value: object) -> bool:

@@ -38,8 +38,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from fxremat.device import kind_of
-from fxremat.errors import FxrematError
-from fxremat.graphs.symbolic import NotSymbolic
+from fxremat.errors import FxrematError, NotSymbolic
 from fxremat.ops.random import HOST
 from fxremat.torch_private import (
     autograd_inside_of_ops,

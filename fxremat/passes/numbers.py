@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.errors import CaptureError
+from fxremat.errors import CaptureError, NotSymbolic
 from fxremat.graphs.names import place_of, source_of
 from fxremat.graphs.nodes import SYMBOLS, is_number
-from fxremat.graphs.symbolic import NotSymbolic, is_size
+from fxremat.graphs.symbolic import is_size
 from fxremat.torch_private import depends_on_data, depends_on_float, expression_of, unknown_like
 
 aten = torch.ops.aten

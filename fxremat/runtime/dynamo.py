@@ -32,7 +32,7 @@ from fxremat.cost.layouts import LayoutsDiffer, Strides
 from fxremat.cost.segments import expand_segments
 from fxremat.cost.workspaces import make_workspaces, warn_of_trials
 from fxremat.device import kind_of
-from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError, InvalidBudget
+from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError, InvalidBudget, NotSymbolic
 from fxremat.graphs.accounting import device_of, held_beside_copies, largest_tensor
 from fxremat.graphs.captured import Captured, inputs_of, read_joint, with_updates_inside
 from fxremat.graphs.cudnn_batch_norm import batch_norms_of_cudnn
@@ -40,7 +40,7 @@ from fxremat.graphs.handed_in import layout_of
 from fxremat.graphs.names import FLOAT, note_names
 from fxremat.graphs.nodes import tangents_in
 from fxremat.graphs.region import runnable
-from fxremat.graphs.symbolic import NotSymbolic, SymbolicGraph, has_symbolic_sizes
+from fxremat.graphs.symbolic import SymbolicGraph, has_symbolic_sizes
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import Weights
 from fxremat.ops.recurrent import lending

@@ -254,6 +254,14 @@ def test_graphs_around_layers_are_captured_once(packed: bool) -> None:
     assert counters["stats"]["unique_graphs"] == captured > 0
 
 
+def test_a_layer_whose_sizes_are_marked_as_changing_has_fixed_ones() -> None:
+    ours, plain = twins(Stack(nn.GRU), "100%")
+    for rows in (4, 2, 4):
+        given = sequences()[:rows].clone()
+        torch._dynamo.maybe_mark_dynamic(given, 0)
+        assert_equal_steps(ours, plain, given)
+
+
 class Tagger(nn.Module):
     def __init__(self) -> None:
         super().__init__()
