@@ -513,10 +513,8 @@ def compiled_step(
 
     def capture(inner: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal dynamic, at_once, fixed
-        given = torch.utils._pytree.tree_leaves([*frame.f_locals.values()])
-        unmarked = functools.partial(sizes_unmarked, [each for each in given if isinstance(each, torch.Tensor)])
         try:
-            with capture_settings(dynamic), unmarked() if fixed else contextlib.nullcontext():
+            with capture_settings(dynamic), sizes_unmarked(_tensors_in(frame) if fixed else ()):
                 result = inner(frame, *args, **kwargs)
             at_once = True
             return result
@@ -528,7 +526,7 @@ def compiled_step(
             symbolic = dynamic or at_once or isinstance(backend_failure(error), NotSymbolic)
             if dynamic is False or not symbolic:
                 raise
-            with capture_settings(False), unmarked():
+            with capture_settings(False), sizes_unmarked(_tensors_in(frame)):
                 result = inner(frame, *args, **kwargs)
             dynamic, fixed = False, True
             on_fixed(backend_failure(error) or error)
@@ -617,17 +615,18 @@ def compiled_in_parts(
             _left_to_python[id(frame.f_code)] = frame.f_code
         return found
 
-    def captured(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def captured(inner: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:
         quiet = silent("torch._dynamo.variables.tensor")
         with around(), traced_torch_modules(), packed_sequences_left_to_python(), quiet:
             try:
                 with capture_settings(dynamic):
-                    return inner(*args, **kwargs)
+                    return inner(frame, *args, **kwargs)
             except Exception as error:
                 if dynamic is False or backend_failure(error) is None or planning_error(error) is not None:
                     raise
-            with capture_settings(False):
-                return inner(*args, **kwargs)
+            # AOTAutograd marks what a graph of symbolic sizes has returned
+            with capture_settings(False), sizes_unmarked(_tensors_in(frame)):
+                return inner(frame, *args, **kwargs)
 
     return _captured_by(capture, forward, backend, name, fullgraph=False)
 
@@ -1076,6 +1075,12 @@ def mark_dynamic(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
     for dimension in dimensions:
         if tensor.shape[dimension] > 1:
             torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+
+
+def _tensors_in(frame: Any) -> list[torch.Tensor]:
+    """Return the tensors among the local variables of a frame, and inside of these."""
+    values = torch.utils._pytree.tree_leaves([*frame.f_locals.values()])
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 @contextlib.contextmanager

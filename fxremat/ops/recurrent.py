@@ -122,10 +122,14 @@ class Layer:
         return bool(training and dropout > 0 and layers > 1)
 
     def run(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """Run the layer in PyTorch's own kernels; return its output and its final states."""
+        """Run the layer in PyTorch's own kernels; return its output and its final states.
+
+        Autocast casts each weight once, as by default outside of a trace, which switches that off.
+        """
         x, states, weights = given[0], list(given[1 : 1 + self.states]), list(given[1 + self.states :])
         dtype = getattr(torch, self.autocast) if self.autocast else None
-        with torch.autocast(x.device.type, dtype=dtype) if dtype else contextlib.nullcontext():
+        cast = torch.autocast(x.device.type, dtype=dtype, cache_enabled=True) if dtype else contextlib.nullcontext()
+        with cast:
             return list(KINDS[self.kind](x, states if self.states > 1 else states[0], weights, *self.numbers))
 
 

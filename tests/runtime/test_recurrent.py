@@ -262,6 +262,36 @@ def test_a_layer_whose_sizes_are_marked_as_changing_has_fixed_ones() -> None:
         assert_equal_steps(ours, plain, given)
 
 
+class BrokenBehind(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(self.layers[0](x)[0]).square().mean()
+
+
+def test_behind_a_graph_of_symbolic_sizes_a_layer_has_fixed_ones() -> None:
+    ours, plain = twins(BrokenBehind(nn.GRU, 1), "100%")
+    for rows in (4, 3, 2, 4):
+        assert_equal_steps(ours, plain, sequences()[:rows])
+
+
+class CastInside(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.layers[0](x)[0]
+        return self.last(x.float()).square().mean()
+
+
+@pytest.mark.parametrize("time", [4, TIME])
+def test_autocast_inside_of_the_model_casts_weights_once(time: int) -> None:
+    ours, plain = twins(CastInside(nn.GRU, 1), "100%")
+    x = sequences(time)
+    for _ in range(2):
+        assert_equal_steps(ours, plain, x)
+    assert peak_of(ours, x) <= min(ours.plan.budget, 1.5 * peak_of(plain, x))
+
+
 class Tagger(nn.Module):
     def __init__(self) -> None:
         super().__init__()
