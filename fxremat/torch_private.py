@@ -916,7 +916,26 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     apart = shape_config.patch(use_duck_shape=False)
     quiet = silent("torch._subclasses.fake_tensor", "torch._dynamo.exc", METRICS)
     refused, containers = _computed_by_python(), _containers_of_python()
-    with dynamo_config.patch(known), apart, refused, containers, quiet, methods_left_to_python():
+    counted = _integers_of_globals_counted() if dynamic is not True else contextlib.nullcontext()
+    with dynamo_config.patch(known), apart, refused, containers, counted, quiet, methods_left_to_python():
+        yield
+
+
+@contextlib.contextmanager
+def _integers_of_globals_counted() -> Iterator[None]:
+    """Within this context, an integer of a module or class becomes an input of the graph once it has changed.
+
+    As integers of the model do with `allow_unspec_int_on_nn_module`. Dynamo takes all but those of local variables for
+    constants (`torch._dynamo.utils.is_int_specialization_case`; torch 2.11, 2.13, 2.14, 2.15).
+    """
+    from torch._dynamo.source import is_from_defaults
+    from torch._dynamo.utils import is_int_specialization_case as is_constant
+    from torch._dynamo.variables import builder
+
+    def is_constant_still(value: Any, source: Any) -> bool:
+        return bool(is_constant(value, source) if source.guard_source.is_local() else is_from_defaults(source))
+
+    with mock.patch.object(builder, "is_int_specialization_case", is_constant_still):
         yield
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.runtime.changing_attributes import MANY_CAPTURES, MOST_CALLS
+from fxremat.torch_private import torch_release
 from fxremat.settings import Search
 from tests.training import gradients_of, unequal
 
@@ -64,6 +65,18 @@ class Broken(Counting):
         return x.square().mean() * min(1, self.steps / 5)
 
 
+class Calls:
+    """Counts for a whole program."""
+
+    count = 0
+
+
+class OfClass(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        Calls.count += 1
+        return super().forward(x) * (2 if Calls.count > 0 else 1)
+
+
 def trained(plain: Counting, x: Tensor, **options: Any) -> tuple[Any, list[int]]:
     """Train a plain and a compiled model, compare them, and return the compiled one and its captures after each step.
     """
@@ -83,6 +96,14 @@ def trained(plain: Counting, x: Tensor, **options: Any) -> tuple[Any, list[int]]
 def test_a_counter_is_captured_at_two_values_and_then_for_all(make: type[Counting]) -> None:
     _, captures = trained(make(), torch.randn(16, 32))
     assert captures[3] == captures[-1]
+
+
+@pytest.mark.skipif(torch_release() < (2, 13), reason="torch 2.11 loses what a graph writes to a class")
+def test_a_counter_of_a_class_is_captured_at_two_values_and_then_for_all() -> None:
+    before = Calls.count
+    _, captures = trained(OfClass(), torch.randn(16, 32))
+    assert captures[3] == captures[-1]
+    assert Calls.count == before + 2 * CALLS
 
 
 @pytest.mark.parametrize("options", [{"dynamic": False}, {"dynamic": True}, {"offload": True}], ids=str)
