@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.runtime.changing_attributes import MANY_CAPTURES, MOST_CALLS
-from fxremat.torch_private import torch_release
 from fxremat.settings import Search
+from fxremat.torch_private import torch_release
 from tests.training import gradients_of, unequal
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
