@@ -53,6 +53,12 @@ class Graph(Protocol):
     costs: Costs
 
 
+def _is_larger(at: SizedPrograms, node: Node) -> bool:
+    """Tell whether the sizes of a call need more than the largest before, in its outputs or while its forward runs."""
+    more = sum(at.outputs.values()) > sum(node.outputs.values())
+    return more or (node.keep_all is not None and at.keep_all.forward > node.keep_all.forward)
+
+
 def _largest_op(graph: Graph, program: CallProgram, phase: str) -> str:
     """Return the op at which the "forward" or "backward" of a program needs most, at the sizes of its capture."""
     steps = program.program
@@ -110,7 +116,7 @@ class PathPlans:
         if is_new := found is None:
             found = node.children[graph] = Node(graph)
         found.count += 1
-        if not found.programs or sum(found.outputs.values()) < sum(at.outputs.values()):
+        if not found.programs or _is_larger(at, found):
             found.programs, found.outputs, found.gradients = at.programs, at.outputs, at.gradients
             found.inputs, found.keep_all = at.inputs, at.keep_all
             found.policy, found.measured = None, False
@@ -234,17 +240,28 @@ class PathPlans:
     def number(self, node: Node, at: SizedPrograms, saved: int, hosted: int = 0) -> int:
         """Return the index of the program that a call is to run: the planned one, else the one that saves least.
 
+        Where that one does not even fit alone, it is the one with the lowest peak of forward and backward.
+
         Args:
             at: the graph's programs at the input sizes of the call.
             saved: bytes that the earlier calls of the step have saved for backward.
             hosted: bytes of theirs that wait on the host.
         """
         chosen = node.chosen(saved, self.mem) if self.mem is not None else None
-        number = at.programs.index(least_of(at.programs)) if chosen is None else node.programs.index(chosen)
+        number = at.programs.index(self._unplanned(node, at)) if chosen is None else node.programs.index(chosen)
         limit = self._options.host_limit
         if limit is not None and hosted + at.programs[number].hosted > limit:
             return at.programs.index(least_of(at.run_again))
         return number
+
+    def _unplanned(self, node: Node, at: SizedPrograms) -> CallProgram:
+        """Return the program of a call that is not planned for."""
+
+        def peak(program: CallProgram) -> int:
+            return max(node.before + program.forward, node.back + program.saved + program.backward)
+
+        least = least_of(at.programs)
+        return least if self.mem is None or peak(least) <= self.mem else min(at.programs, key=peak)
 
     def check_backward(self, nodes: Sequence[Node], gradients: Sequence[int]) -> None:
         """Raise `BudgetTooSmall` before the backward begins if it cannot fit.

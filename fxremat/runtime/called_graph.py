@@ -153,6 +153,10 @@ class CalledGraph:
         frame = next((source.frame for source in self.joint.sources if source.frame), None)
         return f"{os.path.basename(frame.file)}:{frame.line}" if frame else "ops"
 
+    def knows(self, dims: Dims) -> bool:
+        """Tell whether `at` has been asked for these input sizes before."""
+        return (self._sizes.shaping_of(dims) if self._sizes else dims) in self._at
+
     def at(self, dims: Dims) -> SizedPrograms:
         """Return the programs, in the same order, with their bytes and seconds at these input sizes."""
         shaping = self._sizes.shaping_of(dims) if self._sizes else dims

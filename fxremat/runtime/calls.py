@@ -42,7 +42,8 @@ class Moment:
     """A point in time within a step at which memory was measured.
 
     `kind`: "forward": the forward of a call begins; "ran": it has ended; "backward": the backward of a call
-    begins; "returned": it has ended; "loss": the backward of the whole step begins; "end": it has ended.
+    begins; "returned": it has ended; "loss": the backward of the whole step begins; "end": it has ended; "sizes":
+    before the forward of a call, programs are looked at for new input sizes, for which ops may run that do not count.
     """
 
     kind: str

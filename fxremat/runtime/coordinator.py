@@ -248,6 +248,8 @@ class Coordinator:
         """
         step = self._step
         assert step is not None, "a graph was called outside of a step"
+        if not graph.knows(dims):
+            step.note("sizes")
         at = graph.at(dims)
         node, is_new = self.plans.next(step.node, graph, at)
         if not (node.measured or step.measured):

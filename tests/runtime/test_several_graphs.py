@@ -589,6 +589,36 @@ def test_a_way_that_only_a_capturing_step_took_is_measured_when_it_is_taken_agai
     assert measured <= ours.plan.predicted_peak <= measured * 1.02
 
 
+class Selecting(nn.Module):
+    """Feeds the rows whose first number is positive through a network, and adds their sum to all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.network = nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU())
+        self.back = nn.Linear(128, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).nonzero()[:, 0]
+        hidden = self.first(x)
+        hidden = hidden + 0.05 * self.back(self.network(hidden[chosen])).sum(0)
+        return self.last(hidden).square().mean()
+
+
+@pytest.mark.parametrize("mem", ["100%", 300_000])
+def test_a_budget_holds_where_sizes_inside_of_a_graph_grow(mem: str | int) -> None:
+    torch.manual_seed(0)
+    plain = Selecting()
+    ours = fxremat.compile(copy.deepcopy(plain), mem=mem, search=QUICK)
+    x = rows(128)
+    for positive in (40, 41, 42, 40, 110, 111, 110, 108):
+        x[:, 0] = x[:, 0].abs() * torch.where(torch.arange(128) < positive, 1.0, -1.0)
+        assert_equal_steps(ours, plain, x)
+    measured = peak_of(ours, x)
+    assert measured <= ours.plan.budget
+    assert measured > 250_000  # the first sizes need 200 kB at most
+
+
 def test_a_step_that_waits_for_its_backward_does_not_disturb_another_model() -> None:
     """Both are measured on this thread; the loss of the first may be held for ever."""
     waiting, _ = twins()
