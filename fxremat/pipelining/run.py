@@ -19,7 +19,7 @@ from fxremat.options import options_of
 from fxremat.pipelining.engine import LeanStage, Step, engine, group_of
 from fxremat.pipelining.memory import StageMemory
 from fxremat.pipelining.profile import Profile
-from fxremat.runtime.module import drop_in, plan_now
+from fxremat.runtime.module import budget_for_each_call, drop_in, plan_now
 from fxremat.solvers.pipeline.model import PipelinePlan
 
 
@@ -41,6 +41,7 @@ def _compiled(
     spending = profile.spending_of(stage.first, stage.last, stage.way)
     examples = profile.examples(stage.first, stage.last)
     small = drop_in(module, options_of(mem=spending.budget, **profile.settings))
+    budget_for_each_call(small)
     plan_now(small, examples, {})
     return LeanStage(
         _OnTarget(small) if number == last else small,

@@ -191,6 +191,7 @@ class _Training:
     hooks_of_all: tuple[Any, ...] = field(default_factory=global_hooks)  # of all modules, when the last call began
     # the `storage_of` each input, before the forward pre-hooks of the compiled module; None: it has none
     given: frozenset[int] | None = None
+    each_alone: bool = False  # True if the budget is for each call, also where several come before one backward
     told_of_inputs: bool = False  # True once a warning said that these hooks make inputs
 
     @functools.cached_property
@@ -464,6 +465,11 @@ class Rematerialized(_Base):
 
     def __reduce_ex__(self, _: Any) -> Any:
         return drop_in, (self._fxremat.model, self._fxremat.backend.given)
+
+
+def budget_for_each_call(module: Rematerialized) -> None:
+    """Plan each call of a compiled module alone, where something else plans how many wait for their backward."""
+    _training_of(module).each_alone = True
 
 
 def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -994,7 +1000,7 @@ def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]
         training.backend.outdated = False
         training.step = training.step_anew(False)
     runs = training.backend.until is Until.RUN
-    if runs and training.last_call.awaits_backward:
+    if runs and training.last_call.awaits_backward and not training.each_alone:
         training.share_budget()
     training.last_call.forget()
     if training.in_parts is not None:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 import fxremat
 from benchmarks import meter
 from fxremat import Search, Slices
+from fxremat.plans import Plan
 from fxremat.runtime import calls
 from fxremat.runtime.called_graph import saved_calls
+from fxremat.runtime.module import budget_for_each_call
 from fxremat.torch_private import holds_gradients
 from tests.steps import differences, step_of
 
@@ -279,3 +281,12 @@ def test_an_option_that_needs_one_graph_is_named_once() -> None:
     told = [str(each.message) for each in seen if "called again before the backward" in str(each.message)]
     assert len(told) == 1
     assert "slices=Slices(drop_outputs=True) needs one" in told[0]
+
+
+def test_calls_of_which_something_else_plans_how_many_wait_are_planned_alone() -> None:
+    """As those of a pipeline's stage."""
+    plain = Net(broken=False)
+    ours = fxremat.compile(copy.deepcopy(plain), mem="min", search=QUICK)
+    budget_for_each_call(ours)
+    compared(ours, plain, contrasted, steps=3)
+    assert isinstance(ours.plan, Plan)
