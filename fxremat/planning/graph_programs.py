@@ -14,6 +14,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -41,12 +42,12 @@ from fxremat.planning.step import Step
 from fxremat.planning.wishes import run_once, staying
 from fxremat.search.call_programs import (
     Another,
+    AtOtherSizes,
     CallProgram,
     call_programs,
     judged,
     kept_outputs,
     least_of,
-    moved,
     thinned,
     unbeaten,
 )
@@ -87,10 +88,10 @@ class SizedPrograms:
         """Return these programs, with the bytes of inputs, outputs and gradients at the sizes of `graph`."""
         bytes_of = costs.sizes.values
         as_traced, copies = apart_from_copies(graph, costs)
-        *found, everything = moved([*programs, keep_all], graph, as_traced, copies, _held(graph))
+        at = partial(AtOtherSizes, graph=graph, costs=as_traced, copies=copies, held=_held(graph))
         return cls(
-            programs=found,
-            keep_all=everything,
+            programs=at(programs),
+            keep_all=at([keep_all])[0],
             inputs={value: bytes_of[value] for value in map(graph.value_of.get, graph.primals) if value is not None},
             largest=largest_tensor(graph),
             layouts=[layout_of(node.meta.get("val")) for node in graph.tangent_nodes],

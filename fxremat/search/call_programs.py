@@ -15,9 +15,9 @@ between. So a program of such a graph has these numbers, with bytes above those 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -363,19 +363,43 @@ def thinned(programs: list[CallProgram], most: int = MOST) -> list[CallProgram]:
     return [programs[place] for place in sorted(ends)]
 
 
-def moved(
-    programs: Iterable[CallProgram], graph: StepGraph, costs: Costs, copies: Sequence[int] = (), held: int = 0
-) -> Iterator[CallProgram]:
-    """Yield the programs for a graph with the same ops at other sizes: same orders of ops, new bytes and seconds.
+class AtOtherSizes(Sequence[CallProgram]):
+    """The programs for a graph with the same ops at other sizes: same orders of ops, new bytes and seconds.
 
-    Programs of another graph, which has one size, stay as they are.
+    Each is judged when it is first looked at, since most calls need only one. Programs of another graph, which has one
+    size, stay as they are.
     """
-    layouts: dict[int, Layout] = {}
-    for program in programs:
+
+    def __init__(
+        self, programs: Sequence[CallProgram], graph: StepGraph, costs: Costs, copies: Sequence[int] = (), held: int = 0
+    ) -> None:
+        self._programs, self._graph = programs, graph
+        self._costs, self._copies, self._held = costs, copies, held
+        self._layouts: dict[int, Layout] = {}  # by the `id` of the layout before
+        self._judged: dict[int, CallProgram] = {}
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    @overload
+    def __getitem__(self, place: int) -> CallProgram: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[CallProgram]: ...
+
+    def __getitem__(self, place: int | slice) -> CallProgram | list[CallProgram]:
+        numbers = range(len(self))[place]
+        if isinstance(numbers, range):
+            return [self[number] for number in numbers]
+        if numbers not in self._judged:
+            self._judged[numbers] = self._moved(self._programs[numbers])
+        return self._judged[numbers]
+
+    def _moved(self, program: CallProgram) -> CallProgram:
         if program.another is not None:
-            yield program
-            continue
+            return program
         old = program.order.layout
-        layout = layouts.setdefault(id(old), replace(old, graph=graph))
-        on_host = program.on_host.at(costs) if program.on_host else None
-        yield judged(replace(program.order, layout=layout), costs, copies, held, on_host=on_host)
+        layout = self._layouts.setdefault(id(old), replace(old, graph=self._graph))
+        on_host = program.on_host.at(self._costs) if program.on_host else None
+        order = replace(program.order, layout=layout)
+        return judged(order, self._costs, self._copies, self._held, on_host=on_host)
