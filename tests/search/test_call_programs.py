@@ -6,12 +6,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.search.call_programs import CallProgram, call_programs, judged
+from fxremat.search.call_programs import AtOtherSizes, CallProgram, call_programs, judged
+from fxremat.step.program import Order
 from fxremat.step.step_graph import Origin
 from tests.dags import few
 from tests.saved_steps import Saved, saved
@@ -48,3 +50,25 @@ def test_adding_gradients_never_needs_more(name: str) -> None:
     programs, returned = programs_of(name), saved(name).graph.returned
     assert all(program.backward_adding(returned) <= program.backward for program in programs)
     assert all(program.backward_adding(frozenset()) == program.backward for program in programs)
+
+
+def test_programs_at_other_sizes_are_judged_when_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, known = saved("random_0"), programs_of("random_0")
+    values = tuple(2 * size for size in step.costs.sizes.values)
+    costs = replace(step.costs, sizes=replace(step.costs.sizes, values=values))
+    asked = list[str]()
+
+    def judging(order: Order, *arguments: Any, **named: Any) -> CallProgram:
+        asked.append("once")
+        return judged(order, *arguments, **named)
+
+    monkeypatch.setattr("fxremat.search.call_programs.judged", judging)
+    at = AtOtherSizes(known, step.graph, costs)
+    assert len(at) == len(known)
+    assert asked == []
+    for _ in range(2):
+        assert at[-1].forward > known[-1].forward
+        assert at[-1].order.ops == known[-1].order.ops
+    assert len(asked) == 1
+    assert list(at) == at[:]
+    assert len(asked) == len(known)
