@@ -1049,8 +1049,9 @@ def _check_trainable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _storages(value: Any) -> dict[int, int]:
-    """Return the bytes of each storage in which tensors of a nested value lie, by `storage_of`."""
-    dense = (tensor for tensor in _tensors(value) if tensor.layout is torch.strided)
+    """Return the bytes of each storage in which dense tensors of a nested value lie, by `storage_of`; shards are none.
+    """
+    dense = (each for each in _tensors(value) if type(each) is torch.Tensor and each.layout is torch.strided)
     return {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
 
 
