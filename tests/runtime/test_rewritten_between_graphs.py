@@ -147,11 +147,11 @@ def test_what_a_compiled_call_saved_may_be_let_go(monkeypatch: pytest.MonkeyPatc
 
 
 def test_graphs_of_changing_sizes_run_single_ops() -> None:
-    ours, plain = twins(dropout=0.2, mem="80%", backend="inductor")
+    ours, plain = twins(dropout=0.2, mem="90%", backend="inductor")
     for count in (256, 192, 224, 160, 208):
         assert_close_steps(ours, plain, tokens(count))
     graphs = {node.graph for node in ours._fxremat.backend.coordinator.plans.root.walk() if node.graph}
     resizable = [graph for graph in graphs if graph._sizes]
     assert resizable
     assert all(program.another is None for graph in resizable for at in graph._at.values() for program in at.programs)
-    assert peak_of(ours, tokens(208)) <= ours.plan.budget
+    assert peak_of(ours, tokens(224)) <= ours.plan.budget
