@@ -522,7 +522,7 @@ def compiled_step(
             if planning_error(error) is not None:
                 at_once = True  # capturing succeeded, and the next call may have other sizes
                 raise
-            # in the first call, too, sizes are symbolic where torch.compile has seen several of them
+            # in the first call, too, sizes are symbolic where their tensors are marked so
             symbolic = dynamic or at_once or isinstance(backend_failure(error), NotSymbolic)
             if dynamic is False or not symbolic:
                 raise
@@ -982,14 +982,11 @@ def _computed_by_python() -> Iterator[None]:
             return not value.node.expr.free_symbols
         return isinstance(value, bool | int | float)
 
-    utils.run_node = running  # type: ignore[assignment]
-    try:
+    with mock.patch.object(utils, "run_node", running):
         yield
-    finally:
-        utils.run_node = run
 
 
-_left: ContextVar[Collection[int]] = ContextVar("_left", default=())
+_left: ContextVar[Collection[int]] = ContextVar("_left", default=())  # what `left_to_python` names
 
 
 @contextlib.contextmanager
@@ -1039,11 +1036,8 @@ def _containers_of_python() -> Iterator[None]:
             return misc.GetAttrVariable(of, name, source=self.source)
         return bound(inspect.getattr_static(type(owner), name), of, source=self.source)
 
-    builder.VariableBuilder._wrap = wrapping  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(builder.VariableBuilder, "_wrap", wrapping):
         yield
-    finally:
-        builder.VariableBuilder._wrap = wrap  # type: ignore[method-assign]
 
 
 WITHOUT_DATA = "data is not allocated yet"

@@ -426,7 +426,7 @@ def test_inputs_that_forward_pre_hooks_make_are_told_of(scale: int, caplog: pyte
 
 def test_inputs_of_a_subclass_without_kernels() -> None:
     class Image(Tensor):
-        """As torchvision's `tv_tensors.Image`."""
+        """A tensor of a class of its own, such as torchvision's `tv_tensors.Image`."""
 
     assert_as_plain(Stack, rows().as_subclass(Image))
 

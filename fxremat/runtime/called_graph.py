@@ -155,11 +155,15 @@ class CalledGraph:
 
     def knows(self, dims: Dims) -> bool:
         """Tell whether `at` has been asked for these input sizes before."""
-        return (self._sizes.shaping_of(dims) if self._sizes else dims) in self._at
+        return self._shaping(dims) in self._at
+
+    def _shaping(self, dims: Dims) -> Dims:
+        """Return those of the input sizes that shape tensors."""
+        return self._sizes.shaping_of(dims) if self._sizes else dims
 
     def at(self, dims: Dims) -> SizedPrograms:
         """Return the programs, in the same order, with their bytes and seconds at these input sizes."""
-        shaping = self._sizes.shaping_of(dims) if self._sizes else dims
+        shaping = self._shaping(dims)
         if shaping not in self._at:
             assert self._sizes is not None
             with real_tensors():

@@ -284,7 +284,7 @@ def test_an_option_that_needs_one_graph_is_named_once() -> None:
 
 
 def test_calls_of_which_something_else_plans_how_many_wait_are_planned_alone() -> None:
-    """As those of a pipeline's stage."""
+    """Call a model as a pipeline calls one of its stages."""
     plain = Net(broken=False)
     ours = fxremat.compile(copy.deepcopy(plain), mem="min", search=QUICK)
     budget_for_each_call(ours)
