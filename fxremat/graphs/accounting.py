@@ -77,7 +77,7 @@ def costs_from(
                 sizes[value] = cost.outputs[position]
         if op.kind is Kind.REGION:
             taken[op.index] = sum(held(sizes[value], device) for value in op.writes)
-    floats = _floats(joint, device)
+    floats = bytes_of_floats(joint, device)
     copied = copied_gradients(joint, device)
     own = [held(cost.workspace, device) + copied.get(op.index, 0) for op, cost in zip(joint.ops, by_op, strict=True)]
     return Costs(
@@ -95,22 +95,27 @@ def costs_from(
 
 
 def copied_gradients(joint: Captured, device: torch.device) -> dict[int, int]:
-    """Return for each backward op the bytes of copies that it may make of gradients whose layout was not traced.
+    """Return for each backward op the bytes of copies that it may make of gradients whose layout was not traced."""
+    found = gradients_copied_by(joint)
+    return {op: sum(held(node.meta["val"].nbytes, device) for node in read) for op, read in found.items()}
+
+
+def gradients_copied_by(joint: Captured) -> dict[int, list[fx.Node]]:
+    """Return for each backward op the gradients that it may copy, since their layout was not traced.
 
     These are gradients that a loss outside the model passes in. A pointwise op reads any layout without a copy,
     unless it reads a reshape; a convolution does not. Compiled regions get gradients in the traced layout. If
     the model returns its loss, the result is {}.
     """
-    unknown = laid_out_by_others(joint.module.graph) if _gradients(joint) else set()
-    found = dict[int, int]()
+    unknown = laid_out_by_others(joint.module.graph) if outer_gradients(joint) else set()
+    found = dict[int, list[fx.Node]]()
     for op in joint.backward_ops if unknown else ():
         if op.kind is Kind.REGION:
             continue
         node = joint.nodes[op.index]
         pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
         read = [parent for parent in node.all_input_nodes if parent in unknown]
-        sizes = [one.meta["val"].nbytes for one in read if not pointwise or _is_reshaped(joint, one)]
-        found[op.index] = sum(held(size, device) for size in sizes)
+        found[op.index] = [one for one in read if not pointwise or _is_reshaped(joint, one)]
     return found
 
 
@@ -136,9 +141,9 @@ def _is_reshaped(joint: Captured, node: fx.Node) -> bool:
 
 def set_aside(joint: Captured, device: torch.device) -> int:
     """Return the bytes that plans reserve for a loss outside the model and its scalars; 0 if there is no such loss."""
-    if not _gradients(joint):
+    if not outer_gradients(joint):
         return 0
-    return outside_bytes(joint) + _numbers(joint, device) + _floats(joint, device)
+    return outside_bytes(joint) + _numbers(joint, device) + bytes_of_floats(joint, device)
 
 
 def held_beside_copies(joint: Captured, device: torch.device) -> int:
@@ -149,7 +154,7 @@ def held_beside_copies(joint: Captured, device: torch.device) -> int:
     """
     if joint.root_tangents or not holds_gradients():
         return 0
-    return sum(rounded(t.numel() * t.element_size(), device) for t in _gradients(joint))
+    return sum(rounded(node.meta["val"].nbytes, device) for node in outer_gradients(joint))
 
 
 def _numbers(joint: Captured, device: torch.device) -> int:
@@ -162,7 +167,7 @@ def numbers_of_loss(device: torch.device) -> int:
     return NUMBERS_OF_LOSS * rounded(8, device)
 
 
-def _floats(joint: Captured, device: torch.device) -> int:
+def bytes_of_floats(joint: Captured, device: torch.device) -> int:
     """Return the bytes of the tensors that dynamo makes at each call for inputs that are Python floats."""
     made = [joint.values[joint.value_of[node]] for node in joint.primals if node.meta.get(FLOAT)]
     return sum(rounded(value.bytes, device) for value in made)
@@ -174,7 +179,7 @@ def outside_bytes(joint: Captured) -> int:
     They are 0 if the model returns its loss. The assumption is used until the loss was measured, or if the user
     states no number (option `loss`).
     """
-    trained = _gradients(joint)
+    trained = [node.meta["val"] for node in outer_gradients(joint)]
     others = [node.meta.get("val") for node in joint.untrained_outputs] if trained else []
     assumed = sum(assumed_for(t.numel(), t.dtype) for t in trained)
     return assumed + sum(assumed_for(t.numel(), t.dtype, trained=False) for t in others if isinstance(t, torch.Tensor))
@@ -196,14 +201,14 @@ def assumed_for(count: int, dtype: torch.dtype, *, trained: bool = True) -> int:
     return int(count) * (4 * dtype.itemsize if dtype.itemsize >= SINGLE else 5 * SINGLE)
 
 
-def _gradients(joint: Captured) -> list[torch.Tensor]:
-    """Return the gradients that a loss outside the model passes to the backward, as fake tensors; [] if there is none.
+def outer_gradients(joint: Captured) -> list[fx.Node]:
+    """Return the placeholders of the gradients that a loss outside the model passes to the backward; [] without one.
 
     That of a loss which the model returns is not among them. A model may return a part of its loss, such as the
     divergence of a variational autoencoder, beside outputs from which the rest is computed.
     """
     given = [node for node in joint.tangent_nodes if joint.value_of.get(node) not in joint.root_tangents]
-    return [node.meta["val"] for node in given if isinstance(node.meta.get("val"), torch.Tensor)]
+    return [node for node in given if isinstance(node.meta.get("val"), torch.Tensor)]
 
 
 def output_position(shown: fx.Node, op: fx.Node) -> int | None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from operator import floordiv
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     # only for type checkers: torch imports sympy when it captures symbolic sizes
     import sympy
 
+QUICK: dict[str, Callable[..., Any]] = {"FloorDiv": floordiv, "Max": max, "Min": min}
+"""Functions in expressions of sizes, by the names of their classes, that Python computes faster than sympy."""
+
 Dims = tuple[int, ...]
 Size = Any  # an integer expression of sympy, or the node of another symbolic number, such as a float
 
@@ -58,6 +62,12 @@ def has_symbolic_sizes(graph: fx.Graph) -> bool:
     """Tell whether a joint graph has symbolic numbers or shapes, even if only one value is possible."""
     tensors = (tensor for node in graph.nodes for tensor in tensors_of(node) if tensor is not None)
     return any(map(is_size_node, graph.nodes)) or any(map(is_symbolic, tensors))
+
+
+def _by_sympy(function: Callable[..., Any], *numbers: int) -> Any:
+    import sympy
+
+    return function(*map(sympy.sympify, numbers))
 
 
 def same_size(one: Any, other: Any) -> bool:
@@ -181,6 +191,23 @@ class SymbolicGraph:
     def numbers(self, dims: Dims) -> Numbers:
         """Return the values of the graph's symbolic numbers at these sizes."""
         return Numbers(self.symbols, dims)
+
+    def formulas(self, numbers: Sequence[Any]) -> Callable[[Dims], list[int]]:
+        """Return a function from sizes to the values of these ints and SymInts, in order; a call takes microseconds.
+
+        Raises `NotSymbolic` if sizes of the inputs do not determine one of the numbers.
+        """
+        import sympy
+
+        expressions = [sympy.sympify(expression_of(n) if isinstance(n, SYMBOLS) else n) for n in numbers]
+        places = [place for place, symbol in enumerate(self.symbols) if symbol.is_Symbol]
+        symbols = [self.symbols[place] for place in places]
+        if unknown := {symbol for each in expressions for symbol in each.free_symbols} - set(symbols):
+            raise NotSymbolic(f"a size that depends on data: {', '.join(sorted(map(str, unknown)))}")
+        functions = {type(each) for whole in expressions for each in sympy.preorder_traversal(whole) if each.args}
+        by_name = {function.__name__: partial(_by_sympy, function) for function in functions} | QUICK
+        function = sympy.lambdify(symbols, expressions, modules=[by_name, "math"], cse=True)
+        return lambda dims: [*map(int, function(*[dims[place] for place in places]))]
 
     def serves(self, dims: Dims) -> bool:
         """Tell whether the captured graph is valid for calls with these sizes, which must satisfy the recorded guards.

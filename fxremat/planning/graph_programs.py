@@ -19,15 +19,15 @@ from functools import partial
 import torch
 from torch import fx
 
+from fxremat.cost.at_sizes import SizedCosts
 from fxremat.cost.calibrate import calibration, costs_of_phases
 from fxremat.cost.measure import measure
 from fxremat.fusion.joint import fused_program
 from fxremat.fusion.min_cut import least_traffic
 from fxremat.fusion.torch_partition import TorchPartition
 from fxremat.fusion.units import by_phase
-from fxremat.graphs.accounting import apart_from_copies, device_of, held_beside_copies, largest_tensor
+from fxremat.graphs.accounting import apart_from_copies, device_of, held_beside_copies
 from fxremat.graphs.captured import Captured, captured_of, inputs_across
-from fxremat.graphs.handed_in import layout_of
 from fxremat.graphs.region import regions_of
 from fxremat.host.default import default_tier
 from fxremat.host.tier import HostTier
@@ -83,18 +83,18 @@ class SizedPrograms:
 
     @classmethod
     def of(
-        cls, graph: Captured, costs: Costs, programs: Sequence[CallProgram], keep_all: CallProgram
+        cls, graph: Captured, sized: SizedCosts, programs: Sequence[CallProgram], keep_all: CallProgram
     ) -> SizedPrograms:
-        """Return these programs, with the bytes of inputs, outputs and gradients at the sizes of `graph`."""
-        bytes_of = costs.sizes.values
-        as_traced, copies = apart_from_copies(graph, costs)
-        at = partial(AtOtherSizes, graph=graph, costs=as_traced, copies=copies, held=_held(graph))
+        """Return these programs, with the bytes of inputs, outputs and gradients at the sizes that the costs are for.
+        """
+        bytes_of = sized.costs.sizes.values
+        at = partial(AtOtherSizes, costs=sized.costs, copies=sized.copies, held=sized.held)
         return cls(
             programs=at(programs),
             keep_all=at([keep_all])[0],
             inputs={value: bytes_of[value] for value in map(graph.value_of.get, graph.primals) if value is not None},
-            largest=largest_tensor(graph),
-            layouts=[layout_of(node.meta.get("val")) for node in graph.tangent_nodes],
+            largest=sized.largest,
+            layouts=sized.layouts,
             outputs={value: bytes_of[value] for value in kept_outputs(graph)},
             gradients=sum(bytes_of[value] for value in graph.returned),
         )

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from fxremat.cost.resized import resized
+from fxremat.cost.at_sizes import CostsAtSizes, SizedCosts
 from fxremat.errors import FxrematError
 from fxremat.graphs.captured import Captured, captured_of, inputs_of
 from fxremat.graphs.symbolic import Dims, Numbers, Size, SymbolicGraph
@@ -111,7 +111,10 @@ class CalledGraph:
             self._numbers = lru_cache(REMEMBERED)(symbolic.numbers)
         now = symbolic.shaping_of(symbolic.dims) if symbolic else ()
         # by the sizes that shape tensors
-        self._at: dict[Dims, SizedPrograms] = {now: SizedPrograms.of(joint, costs, programs, keep_all)}
+        self._at: dict[Dims, SizedPrograms] = {
+            now: SizedPrograms.of(joint, SizedCosts.of(joint, costs), programs, keep_all)
+        }
+        self._costs = CostsAtSizes(symbolic, joint, costs) if symbolic else None
         self.random = any(op.random for op in joint.ops)
         self.runs_again = may_run_again and runs_again(joint)
         self.output_values = [
@@ -165,15 +168,13 @@ class CalledGraph:
         """Return the programs, in the same order, with their bytes and seconds at these input sizes."""
         shaping = self._shaping(dims)
         if shaping not in self._at:
-            assert self._sizes is not None
-            with real_tensors():
-                joint = self._sizes.at(dims)
-                costs = resized(joint, self.joint, self.costs)
-            self._emitted.never_overwriting(costs.fresh)
+            assert self._costs is not None
+            sized = self._costs.at(dims)
+            self._emitted.never_overwriting(sized.costs.fresh)
             if len(self._at) > REMEMBERED:
                 del self._at[next(reversed(self._at))]
             known = next(iter(self._at.values()))
-            self._at[shaping] = SizedPrograms.of(joint, costs, known.programs, known.keep_all)
+            self._at[shaping] = SizedPrograms.of(self.joint, sized, known.programs, known.keep_all)
         return self._at[shaping]
 
     def emitted(self, number: int) -> Emitted:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol, overload
 
 import numpy as np
@@ -25,7 +26,6 @@ from numpy.typing import NDArray
 from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.survey import survey
 from fxremat.step.costs import Costs, Link
-from fxremat.step.layout import Layout
 from fxremat.step.liveness import Memory, Sizes, last_uses, live_bytes
 from fxremat.step.program import Order, Program, Role, Transfer
 from fxremat.step.step_graph import StepGraph
@@ -156,9 +156,9 @@ class CallProgram:
     copies: int = 0
     forward_time: float = 0.0  # seconds of the forward
 
-    @property
+    @cached_property
     def program(self) -> Program:
-        """The program, copies to the host included. O(steps)."""
+        """The program, copies to the host included; built when first read, in O(steps)."""
         if self.fused is not None:
             return self.fused
         return self.on_host.program if self.on_host else self.order.program()
@@ -249,6 +249,7 @@ def judged(
     on_host: HostCopies | None = None,
     fused: Program | None = None,
     another: Another | None = None,
+    built: Program | None = None,
 ) -> CallProgram:
     """Return the program that runs ops in `order`, with its bytes and seconds. O(steps).
 
@@ -259,8 +260,9 @@ def judged(
         on_host: its copies to the host; None: it makes none.
         fused: the order's ops in compiled groups; None: they run one by one.
         another: what the graph that the program runs is to the captured graph; None: it is the captured graph.
+        built: the program of all this, where it has been built before.
     """
-    program = fused or (on_host.program if on_host else order.program())
+    program = built or fused or (on_host.program if on_host else order.program())
     graph = program.layout.graph
     sizes = replace(costs.sizes, outside=0, root=0)
     out, back = on_host.added if on_host else (0.0, 0.0)
@@ -371,11 +373,10 @@ class AtOtherSizes(Sequence[CallProgram]):
     """
 
     def __init__(
-        self, programs: Sequence[CallProgram], graph: StepGraph, costs: Costs, copies: Sequence[int] = (), held: int = 0
+        self, programs: Sequence[CallProgram], costs: Costs, copies: Sequence[int] = (), held: int = 0
     ) -> None:
-        self._programs, self._graph = programs, graph
+        self._programs = programs
         self._costs, self._copies, self._held = costs, copies, held
-        self._layouts: dict[int, Layout] = {}  # by the `id` of the layout before
         self._judged: dict[int, CallProgram] = {}
 
     def __len__(self) -> int:
@@ -398,8 +399,6 @@ class AtOtherSizes(Sequence[CallProgram]):
     def _moved(self, program: CallProgram) -> CallProgram:
         if program.another is not None:
             return program
-        old = program.order.layout
-        layout = self._layouts.setdefault(id(old), replace(old, graph=self._graph))
         on_host = program.on_host.at(self._costs) if program.on_host else None
-        order = replace(program.order, layout=layout)
-        return judged(order, self._costs, self._copies, self._held, on_host=on_host)
+        built = program.program
+        return judged(program.order, self._costs, self._copies, self._held, on_host=on_host, built=built)

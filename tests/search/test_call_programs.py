@@ -63,7 +63,7 @@ def test_programs_at_other_sizes_are_judged_when_they_are_looked_at(monkeypatch:
         return judged(order, *arguments, **named)
 
     monkeypatch.setattr("fxremat.search.call_programs.judged", judging)
-    at = AtOtherSizes(known, step.graph, costs)
+    at = AtOtherSizes(known, costs)
     assert len(at) == len(known)
     assert asked == []
     for _ in range(2):
