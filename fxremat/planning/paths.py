@@ -258,10 +258,15 @@ class PathPlans:
         """Return the program of a call that is not planned for."""
 
         def peak(program: CallProgram) -> int:
-            return max(node.before + program.forward, node.back + program.saved + program.backward)
+            back = 0 if node.idle else node.back + program.saved + program.backward
+            return max(node.before + program.forward, back)
 
         least = least_of(at.programs)
-        return least if self.mem is None or peak(least) <= self.mem else min(at.programs, key=peak)
+        if self.mem is None or peak(least) <= self.mem:
+            return least
+        lowest = min(at.programs, key=peak)
+        # if no backward fits, perhaps none will run: that is known at the end of the forward
+        return lowest if peak(lowest) <= self.mem else min(at.programs, key=lambda program: program.forward)
 
     def check_backward(self, nodes: Sequence[Node], gradients: Sequence[int]) -> None:
         """Raise `BudgetTooSmall` before the backward begins if it cannot fit.
@@ -302,7 +307,8 @@ class PathPlans:
             program = least_of(each.programs)
             back = each.back if each.measured else each.back + made + (further if each is not node else 0)
             needs.append((each.before + program.forward, place, "forward"))
-            needs.append((back + each.saved(program) + each.backward(program), place, "backward"))
+            if not each.idle:
+                needs.append((back + each.saved(program) + each.backward(program), place, "backward"))
         likely, place, phase = max(needs)
         op = _largest_op(path[place].graph, least_of(path[place].programs), phase)
         begins = f"{format_bytes(node.before)} are {BESIDE} when call {path.index(node) + 1} of the step begins"

@@ -289,6 +289,11 @@ class Call:
         """Indices of inputs that have been freed, among those with a storage of their own allocated by PyTorch."""
         return frozenset(value for value, is_alive in self._inputs.items() if not is_alive())
 
+    @property
+    def is_forgotten(self) -> bool:
+        """True if autograd no longer holds the call's token, so that its backward cannot run any more."""
+        return self.token not in saved_calls
+
     def _forget(self) -> None:
         if saved_calls.pop(self.token, None) is not None:
             self.free()

@@ -213,6 +213,7 @@ class Coordinator:
             trained: the outputs that need a gradient.
             apart: those of them that none of the model's losses was computed from.
         """
+        self._rest(step)
         if not all(call.node.measured for call in step.calls):
             step.expect_sums()
             self.plans.check_backward(step.nodes, step.gradients_behind)
@@ -224,6 +225,13 @@ class Coordinator:
         step.outside[step.forwards] = sum(assumed_for(count, dtype) for count, dtype in trained if count > 1)
         # a loss, and the gradient that its backward begins with, stay
         step.meter.leave(step.outside[step.forwards] + max(numbers, assumed_for(1, torch.float32)))
+
+    def _rest(self, step: Step) -> None:
+        """Record which calls of a step have no backward, as nothing is left that their outputs could get gradients by.
+        """
+        for call in step.calls:
+            if call.is_forgotten and not call.differentiated:
+                self.plans.rest(call.node)
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which graphs are captured and measured; its allocations do not count for the step."""
@@ -327,6 +335,7 @@ class Coordinator:
         if needed <= mem or not is_known:
             return
         if not self.plans.is_share:
+            self._rest(step)
             raise self.plans.refusal(step.nodes, node, needed, step.gradients_behind)
         # measure the next steps again, since this step needed more memory than was known
         self._unsettled, self._in_vain = SETTLED, 0

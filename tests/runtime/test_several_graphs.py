@@ -619,6 +619,33 @@ def test_a_budget_holds_where_sizes_inside_of_a_graph_grow(mem: str | int) -> No
     assert measured > 250_000  # the first sizes need 200 kB at most
 
 
+class Pointing(nn.Module):
+    """Chooses rows of a table by the output of a network, which so gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(WIDTH, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
+        self.score, self.table, self.last = nn.Linear(256, 1), nn.Embedding(128, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = self.score(self.network(x))[:, 0]
+        torch._dynamo.graph_break()
+        return self.last(self.table(score.topk(4).indices)).square().mean()
+
+
+def test_a_backward_that_cannot_run_needs_no_room() -> None:
+    torch.manual_seed(0)
+    plain = Pointing()
+    ours = fxremat.compile(copy.deepcopy(plain), mem="min", search=QUICK)
+    for _ in range(4):
+        assert_equal_steps(ours, plain, rows(128))
+    least = ours.plan.minimum
+    again = fxremat.compile(copy.deepcopy(plain), mem=least, search=QUICK)
+    for _ in range(3):
+        assert_equal_steps(again, plain, rows(128))
+    assert peak_of(again, rows(128)) <= least
+
+
 def test_a_step_that_waits_for_its_backward_does_not_disturb_another_model() -> None:
     """Both are measured on this thread; the loss of the first may be held for ever."""
     waiting, _ = twins()
