@@ -248,7 +248,7 @@ class PathPlans:
             hosted: bytes of theirs that wait on the host.
         """
         chosen = node.chosen(saved, self.mem) if self.mem is not None else None
-        number = at.programs.index(self._unplanned(node, at)) if chosen is None else node.programs.index(chosen)
+        number = at.programs.index(self._unplanned(node, at)) if chosen is None else chosen
         limit = self._options.host_limit
         if limit is not None and hosted + at.programs[number].hosted > limit:
             return at.programs.index(least_of(at.run_again))

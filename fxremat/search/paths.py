@@ -120,13 +120,14 @@ class Node:
             made = program.backward_adding(self.added if added is None else added)
         return max(0, made + self.shared - freed) + self.excess
 
-    def chosen(self, saved: int, mem: int) -> CallProgram | None:
-        """Return the program planned for `mem` bytes if earlier calls saved `saved` bytes; None if there is none."""
+    def chosen(self, saved: int, mem: int) -> int | None:
+        """Return the index of the program planned for `mem` bytes if earlier calls saved `saved` bytes; None: no plan.
+        """
         if self.policy is None:
             return None
         level = _level(saved, mem)
         number = int(self.policy[level]) if level <= LEVELS else NONE
-        return None if number == NONE else self.programs[number]
+        return None if number == NONE else number
 
     def assume(self, level: int | None, saved: int, last: Node | None) -> None:
         """Raise the numbers of an unmeasured call to likely ones, when its forward begins.
@@ -307,11 +308,11 @@ def planned(nodes: Sequence[Node], mem: int) -> Path | None:
     """Return a sequence of graph calls with the programs of the plan for `mem` bytes; None if one has no program."""
     programs, total = [], 0
     for node in nodes:
-        program = node.chosen(total, mem)
-        if program is None:
+        number = node.chosen(total, mem)
+        if number is None:
             return None
-        programs.append(program)
-        total += node.saved(program)
+        programs.append(node.programs[number])
+        total += node.saved(programs[-1])
     return with_programs(nodes, programs)
 
 
