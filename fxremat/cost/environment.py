@@ -23,7 +23,7 @@ import torch
 from fxremat.device import device_name, kind_of
 from fxremat.torch_private import nnpack_enabled
 
-MEASURING = 3  # version of the measuring method; increase it when `measure`, `calibrate` or the keys of ops change
+MEASURING = 4  # version of the measuring method; increase it when `measure`, `calibrate` or the keys of ops change
 
 VARIABLES = (  # environment variables by which libraries choose kernels and workspaces
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"),

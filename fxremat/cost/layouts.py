@@ -56,6 +56,18 @@ def _strides(value: Any) -> tuple[Any, ...] | None:
     return tuple(value.stride()) if strided else None
 
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The memory format of images or volumes whose channels are closest together, by the number of dimensions."""
+
+
+def lies_in_two_layouts(value: torch.Tensor) -> bool:
+    """Tell whether a tensor is contiguous and in channels_last at once, as images of one pixel or one channel are."""
+    layout = CHANNELS_LAST.get(value.dim())
+    if layout is None or value.layout is not torch.strided:
+        return False
+    return value.is_contiguous() and value.is_contiguous(memory_format=layout)
+
+
 def otherwise_than_shown(node: fx.Node, result: Any) -> Strides | None:
     """Return the strides of an op's real outputs; None if the fake outputs of its node have the same, or other shapes.
     """

@@ -5,7 +5,8 @@ the layouts of real and traced results. An op whose key (`graphs.op_key`) was me
 most ops of a deep model are such; what they would compute is only what later ops are measured on.
 
 The result of an op is made up if its time is worth it, and if its first run returned nothing but floating-point tensors
-that lie as they were traced, each in a storage of its own: no indices, masks or views.
+that lie as they were traced, each in a storage of its own: no indices, masks or views, and nothing that lies in two
+layouts at once, of which kernels read from the strides of dimensions of size 1 which one they work in.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxremat.cost.cache import CostCache
-from fxremat.cost.layouts import otherwise_than_shown
+from fxremat.cost.layouts import lies_in_two_layouts, otherwise_than_shown
 from fxremat.cost.made_up import Call, value_like
 from fxremat.graphs.captured import Captured
 from fxremat.step.step_graph import Kind, Op
@@ -65,6 +66,7 @@ class MadeUpResults:
             and len(set(written) - read) == len(written) == len(items)
             and all(item.is_floating_point() and item.layout is torch.strided for item in tensors)
             and all(_bytes(item) == _bytes(fake) for item, fake in zip(tensors, shown, strict=True))
+            and not any(map(lies_in_two_layouts, tensors))
         )
 
 

@@ -25,7 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -35,7 +35,14 @@ from fxremat.agreement import ALONE, Agreement
 from fxremat.cost.cache import CostCache
 from fxremat.cost.devices import Device
 from fxremat.cost.estimate import cost_of
-from fxremat.cost.layouts import LayoutsDiffer, Strides, key_of, otherwise_than_shown
+from fxremat.cost.layouts import (
+    CHANNELS_LAST,
+    LayoutsDiffer,
+    Strides,
+    key_of,
+    lies_in_two_layouts,
+    otherwise_than_shown,
+)
 from fxremat.cost.made_up import Call, call_of
 from fxremat.cost.made_up_results import MadeUpResults
 from fxremat.cost.walk import Walk, given_inputs
@@ -45,6 +52,7 @@ from fxremat.graphs.accounting import costs_from, device_of, op_keys, rounded
 from fxremat.graphs.batch_norm import STATISTICS
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.collectives import is_collective
+from fxremat.graphs.handed_in import laid_out_by_others
 from fxremat.graphs.nodes import storage_bytes
 from fxremat.graphs.op_key import op_key
 from fxremat.graphs.overwriting import PLACE, overwriting, overwritten
@@ -368,16 +376,42 @@ class _Visitor:
         if self.wanted.pop(key, None) is None and not _is_unknown(op, key, self.cache):
             result = self.made_up.instead_of(op, key)
             if result is None:
+                self._note_other_layouts(op, key, call)
                 result = call()
                 self.made_up.note(op, key, call, result)
             return result
         cost, result = measured(self.joint.nodes[op.index], call, self.device, fresh=fresh)
         self.cache.keep_op(key, cost)
+        self._note_other_layouts(op, key, call)
         if op.communicates:
             _measured_here.add(key)
         self.made_up.note(op, key, call, result)
         next(self.bar, None)
         return result
+
+    def _note_other_layouts(self, op: Op, key: str, call: Call) -> None:
+        """Raise the workspace of a convolution to what it needs in the layout of this call, unless that was measured.
+
+        Calls with equal keys may differ in it (`in_other_layouts`). Where gradients are handed in by a loss outside of
+        the model, they may have any.
+        """
+        if not (places := _in_two_layouts(call)):
+            return
+        read = self.joint.nodes[op.index].all_input_nodes
+        handed_in = not self._laid_out_by_others.isdisjoint(read)
+        for each in (call, *(in_other_layouts(call) if handed_in else ())):
+            here = f"{key} with strides {[each.args[place].stride() for place in places]}"
+            known, cost = self.cache.op(key), self.cache.op(here)
+            if cost is None:
+                peak, result = peak_of(each, self.device)
+                cost = _cost(known.seconds if known else 0.0, peak, result, self.device, new=True)
+                self.cache.keep_op(here, cost)
+            if known is not None and known.workspace < cost.workspace:
+                self.cache.keep_op(key, replace(known, workspace=cost.workspace))
+
+    @cached_property
+    def _laid_out_by_others(self) -> set[fx.Node]:
+        return laid_out_by_others(self.joint.module.graph)
 
     def _check_alone(self, op: Op, region: Region, call: Call) -> None:
         """Make a region run op by op from now on if an input that it overwrites shares its storage with other values.
@@ -424,7 +458,6 @@ def measured(node: fx.Node, call: Call, device: torch.device, *, fresh: bool = F
         seconds = seconds_of(_in_step(call), device, fixed=fixed)
         largest = fullest(node, call)
         peak, result = peak_of(largest, device)
-        peak = max([peak, *(peak_of(other, device)[0] for other in in_other_layouts(call))])
         cost = _cost(seconds, peak, result, device, new=True)
         return cost, result if largest is call else call()
     seconds, peak = _on_a_copy(call, device, fixed=fixed)
@@ -509,22 +542,25 @@ def in_other_layouts(call: Call) -> Iterator[Call]:
     channels_last at once. Which of the two a convolution works in, it then reads from the strides of dimensions of size
     1, which depend on the kernels before it.
     """
-    count = {aten.convolution.default: 1, aten.convolution_backward.default: 2}.get(call.target, 0)
-    values = [_strides_of_both(value) for value in call.args[:count]]
-    here = tuple(value.stride() for value in call.args[:count])
-    for strides in itertools.product(*values) if count else ():
+    values = [call.args[place] for place in _in_two_layouts(call)]
+    here = tuple(value.stride() for value in values)
+    for strides in itertools.product(*map(_strides_of_both, values)) if values else ():
         if strides != here:
-            laid = [x.as_strided(x.shape, one) for x, one in zip(call.args, strides, strict=False)]
-            yield Call(call.target, (*laid, *call.args[count:]), call.kwargs)
+            laid = dict(zip(map(id, values), strides, strict=True))
+            args = [x.as_strided(x.shape, laid[id(x)]) if id(x) in laid else x for x in call.args]
+            yield Call(call.target, tuple(args), call.kwargs)
+
+
+def _in_two_layouts(call: Call) -> list[int]:
+    """Return the places of those values of a convolution that are contiguous and in channels_last at once."""
+    count = {aten.convolution.default: 1, aten.convolution_backward.default: 2}.get(call.target, 0)
+    return [place for place in range(count) if lies_in_two_layouts(call.args[place])]
 
 
 def _strides_of_both(value: torch.Tensor) -> list[tuple[int, ...]]:
-    """Return the strides of a value, and those of both layouts if it is contiguous and in channels_last at once."""
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim())
-    if layout is None or not (value.is_contiguous() and value.is_contiguous(memory_format=layout)):
-        return [value.stride()]
+    """Return the strides that a value would have as a contiguous one, and as one in channels_last."""
     like = torch.empty_like(value, device="meta", memory_format=torch.contiguous_format)
-    return [like.stride(), torch.empty_like(like, memory_format=layout).stride()]
+    return [like.stride(), torch.empty_like(like, memory_format=CHANNELS_LAST[value.dim()]).stride()]
 
 
 def _cost(seconds: float, peak: int, result: Any, device: torch.device, *, new: bool) -> OpCost:
@@ -556,6 +592,7 @@ def alone(node: fx.Node, device: torch.device, *, timed: bool = True, fresh: boo
         call = call_of(node, fresh=fresh)
         seconds = seconds_of(_in_step(call), device, fixed=is_collective(node)) if timed else 0.0
         peak, result = peak_of(call, device)
+        peak = max([peak, *(peak_of(other, device)[0] for other in in_other_layouts(call))])
     except FxrematError:
         raise
     except torch.OutOfMemoryError as error:

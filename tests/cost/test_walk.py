@@ -123,6 +123,18 @@ def test_the_budget_holds_for_convolutions_of_values_in_two_layouts_at_once() ->
     assert peak_bytes(lambda: module(x).backward()) <= module.plan.budget
 
 
+def test_convolutions_of_single_pixels_are_measured_in_the_layouts_that_they_have() -> None:
+    """In some mix of layouts, which no kernel makes here, a depthwise convolution works as a dense one."""
+    layers = nn.Conv2d(3, 120, 1), nn.SiLU(), nn.Conv2d(120, 120, 5, padding=2, groups=120), nn.SiLU()
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(120, 1))
+    x = torch.randn(2, 3, 1, 1)
+    module = fxremat.compile(model, "100%", example_inputs=x, **FAST)
+    for _ in range(2):
+        module.zero_grad()
+        measured = peak_bytes(lambda: module(x).sum().backward())
+    assert measured <= module.plan.predicted_peak <= 1.1 * measured
+
+
 # --- no refusals ------------------------------------------------------------------------------------------
 
 
