@@ -79,6 +79,14 @@ class Captured(StepGraph):
         )
 
     @cached_property
+    def tangent_names(self) -> dict[int, str]:
+        """For each forward output that gets a gradient, the name of the placeholder of that gradient."""
+        outputs = [getattr(node.meta.get("desc"), "output", None) for node in self.tangent_nodes]
+        places = [getattr(output, "idx", None) for output in outputs]
+        pairs = zip(places, self.tangent_nodes, strict=True)
+        return {place: node.name for place, node in pairs if place is not None}
+
+    @cached_property
     def gradients_apart(self) -> dict[int, int]:
         """The gradients that others may overwrite: index of the input -> value.
 

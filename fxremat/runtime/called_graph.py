@@ -105,7 +105,8 @@ class CalledGraph:
         self._symbolic = symbolic.as_captured(joint) if symbolic else joint
         self._outputs = len(self._symbolic.forward_outputs)
         self._programs = programs
-        self._emitted = EmittedPrograms(self._outputs, EMITTED, costs.fresh, tier, sums=True)
+        tangents = self._symbolic.tangent_names
+        self._emitted = EmittedPrograms(self._outputs, tangents, EMITTED, costs.fresh, tier, sums=True)
         self._numbers: Callable[[Dims], Numbers] | None = None
         if symbolic is not None:
             self._numbers = lru_cache(REMEMBERED)(symbolic.numbers)
@@ -199,11 +200,18 @@ class CalledGraph:
         return results[: self._outputs], results[self._outputs :]
 
     def run_backward(
-        self, emitted: Emitted, dims: Dims, saved: list[Any], tangents: list[Any], sums: Mapping[int, torch.Tensor]
+        self,
+        emitted: Emitted,
+        dims: Dims,
+        saved: list[Any],
+        tangents: list[Any],
+        sums: Mapping[int, torch.Tensor],
+        unused: frozenset[int] = frozenset(),
     ) -> Sequence[Any]:
         """Return the gradients; both lists are emptied.
 
         Args:
+            unused: the outputs that got no gradient, for which `tangents` have zeros.
             sums: sums of gradients, by the gradient's index: gradients are added to these, and not returned.
         """
         given = self._values(emitted.backward_sizes, dims) if emitted.backward_sizes else []
@@ -213,7 +221,7 @@ class CalledGraph:
         given.append(sums)
         saved.clear()
         tangents.clear()
-        gradients: Sequence[Any] = emitted.backward(given)
+        gradients: Sequence[Any] = emitted.backward.of(unused)(given)
         return gradients
 
     def _values(self, sizes: Sequence[Size], dims: Dims) -> list[Any]:

@@ -388,7 +388,7 @@ class Coordinator:
         given = [(storage_watch(x), x.nbytes) for x in tangents if isinstance(x, torch.Tensor)] if step.measured else []
         if not again:
             call.free()
-        gradients = call.graph.run_backward(emitted, call.dims, saved, tangents, sums)
+        gradients = call.graph.run_backward(emitted, call.dims, saved, tangents, sums, unused)
         if step.measured and not again:
             node.free(call.dead_inputs)
             if not holds_gradients():  # in other versions of PyTorch these gradients are counted already

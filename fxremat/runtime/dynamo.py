@@ -82,7 +82,7 @@ from fxremat.runtime.real_layouts import real_layouts
 from fxremat.runtime.sized import Sized
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.torch_compile import Graphs, WholeGraph, graphs_of
-from fxremat.runtime.unused import telling_unused, unused_outputs, without
+from fxremat.runtime.unused import Backward, telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
 from fxremat.torch_private import (
     among_ranks,
@@ -922,7 +922,7 @@ class _FixedStep:
 
         Gradients that depend only on outputs which got no gradient are returned as None.
         """
-        run, weights = self._beside_others(runnable(graph), "backward"), self.weights
+        backwards, weights = Backward(graph, self.plan.captured.tangent_names), self.weights
         losses, needs = self.plan.loss_places, self.plan.captured.outputs_needed
         given, outputs = len(self.plan.captured.tangent_nodes), self.plan.captured.backward_outputs
         traced = [layout_of(node.meta["val"]) for node in self.plan.captured.tangent_nodes]
@@ -937,6 +937,7 @@ class _FixedStep:
             if as_traced != was_traced and not unused:  # instead of gradients that are missing there are zeros
                 was_traced = as_traced
                 self.take_layouts(as_traced)
+            run = self._beside_others(backwards.of(unused), "backward")
             if weights is None:
                 return without(run(arguments), needs, unused)
             weights.begin()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from fxremat.graphs.nodes import is_number
 from fxremat.graphs.region import runnable
 from fxremat.graphs.symbolic import Size
 from fxremat.passes.lower import lower, sizes_of
+from fxremat.runtime.unused import Backward
 from fxremat.step.program import Program
 
 
@@ -19,7 +20,7 @@ class Emitted:
     """The generated forward and backward graph of one plan, ready to run."""
 
     forward: Callable[[list[Any]], Any]
-    backward: Callable[[list[Any]], Any]
+    backward: Backward
     forward_sizes: tuple[Size, ...]  # symbolic sizes that the forward takes after the primals
     backward_sizes: tuple[Size, ...]  # symbolic sizes that the backward takes first
     tensors: int  # number of tensors that the forward saves
@@ -32,12 +33,14 @@ class EmittedPrograms:
 
     Args:
         outputs: the number of the forward's outputs.
+        tangents: output -> the name of the placeholder of its gradient.
         fresh: ops that must not overwrite an operand at some size, and therefore do not at any.
         tier: the name of the host tier to which programs copy values; "": they copy none.
         sums: True if backwards take sums of gradients as their last input, to which they add (`ops.gradient_sums`).
     """
 
     outputs: int
+    tangents: Mapping[int, str]
     most: int
     fresh: frozenset[int] = frozenset()
     tier: str = ""
@@ -76,7 +79,7 @@ class EmittedPrograms:
         numbers = sum(map(is_number, saved))
         return Emitted(
             forward=runnable(forward),
-            backward=runnable(backward),
+            backward=Backward(backward, self.tangents),
             forward_sizes=sizes_of(forward),
             backward_sizes=sizes_of(backward),
             tensors=len(saved) - numbers,

@@ -97,7 +97,7 @@ class Sized:
         self._orders: list[Order] = []  # programs by number; all are kept, since a backward may still need any of them
         self._number_of: dict[object, int] = {}
         self._chosen: dict[Dims, int] = {}  # sizes that tensors depend on -> number of the chosen program
-        self._emitted = EmittedPrograms(self._outputs, AT_MOST)
+        self._emitted = EmittedPrograms(self._outputs, self._symbolic.tangent_names, AT_MOST)
         self._numbers: Callable[[Dims], Numbers] = lru_cache(maxsize=REMEMBERED)(graph.numbers)
         with real_tensors():
             self._empty = torch.empty(0)
@@ -147,7 +147,7 @@ class Sized:
         given += arguments[tensors : tensors + program.tensors]
         given += arguments[tensors + self._slots.tensors :]
         arguments.clear()
-        return without(program.backward(given), self._symbolic.outputs_needed, unused)
+        return without(program.backward.of(unused)(given), self._symbolic.outputs_needed, unused)
 
     def choose(self, arguments: Sequence[Any]) -> int:
         """Plan for the sizes of these arguments, and return the number of the program that is chosen for them.

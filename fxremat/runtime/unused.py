@@ -4,18 +4,21 @@ If the caller uses some outputs of a step and not others, autograd passes zeros 
 that only those depend on would get gradients of zeros, to which weight decay and momentum apply. So
 
     call        a hook before the step's backward sees which outputs got no gradient
-    backward    it runs next, on the same thread, and returns None for gradients that depend only on those outputs
+    backward    it runs next, on the same thread, adds nothing for those outputs, and returns None for gradients that
+                depend only on them
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
+from fxremat.graphs.region import runnable
+from fxremat.passes.unused_tangents import without_tangents
 from fxremat.torch_private import is_compiled_backward
 
 _NONE: frozenset[int] = frozenset()
@@ -53,6 +56,27 @@ def unused_outputs() -> frozenset[int]:
     unused: frozenset[int] = getattr(_seen, "unused", _NONE)
     _seen.unused = _NONE
     return unused
+
+
+class Backward:
+    """A backward graph, and what is left of it where outputs got no gradient, as a function of one list.
+
+    Args:
+        module: the graph.
+        tangents: output -> the name of the placeholder of its gradient.
+    """
+
+    def __init__(self, module: fx.GraphModule, tangents: Mapping[int, str]) -> None:
+        self._module, self._tangents = module, tangents
+        self._versions = {_NONE: runnable(module)}
+
+    def of(self, unused: frozenset[int]) -> Callable[[list[Any]], Any]:
+        """Return the function to run if these outputs got no gradient; a list that it gets has zeros for them."""
+        if unused not in self._versions:
+            names = {self._tangents[output] for output in unused & self._tangents.keys()}
+            found = without_tangents(self._module, names)
+            self._versions[unused] = self._versions[_NONE] if found is None else runnable(found)
+        return self._versions[unused]
 
 
 def without(

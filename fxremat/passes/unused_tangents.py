@@ -1,0 +1,112 @@
+"""Removal of the gradients of outputs that nobody differentiates from a generated backward graph.
+
+For such an output autograd has no gradient; AOTAutograd passes zeros, and the backward adds what it computes from these
+to other gradients. A sum with zeros has the same numbers, but perhaps another memory layout, in which later sums round
+otherwise than those of eager PyTorch, which adds nothing. What depends on no other gradient than these is zero, since a
+backward is linear in the gradients that it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.graphs.nodes import tangents_in
+from fxremat.graphs.symbolic import same_size
+from fxremat.ops.overwriting import overwrite_where_alike
+from fxremat.passes.in_place import depending_on
+from fxremat.passes.tangents import VIEWS
+from fxremat.torch_private import copied
+
+aten = torch.ops.aten
+
+
+def without_tangents(module: fx.GraphModule, unused: Set[str]) -> fx.GraphModule | None:
+    """Return a backward graph that adds nothing for gradients which are zeros. O(nodes).
+
+    It takes the same inputs. None: it would be the same graph, or could not run with the layouts that other gradients
+    then have.
+
+    Args:
+        unused: the names of the placeholders of these gradients.
+    """
+    graph = copied(module.graph)
+    tangents = tangents_in(graph)
+    given = depending_on(graph, {node for node in tangents if node.name not in unused})
+    zero = depending_on(graph, {node for node in tangents if node.name in unused}) - given
+    terms = {node: term for node in graph.nodes if (term := _only_term(node, zero)) is not None}
+    changed = depending_on(graph, terms.keys())
+    if not terms or any(node.target is aten.as_strided.default for node in changed):
+        return None
+    for node in changed:
+        if node.target in VIEWS:
+            node.target = aten.reshape.default
+    gone = zero | terms.keys()
+    storage = _storages(graph)
+    written = {storage(node) for node in graph.nodes if node not in gone and _overwritten(node) is not None}
+    for node, term in terms.items():
+        while term in terms and not term.users:  # a sum that another term has replaced
+            term = terms[term]
+        if written.isdisjoint((storage(node), storage(term))):
+            node.replace_all_uses_with(term)
+        else:
+            node.target, node.args = aten.clone.default, (term,)
+    for node in reversed(list(graph.nodes)):
+        is_op = isinstance(node.target, torch._ops.OpOverload) or node.target is overwrite_where_alike
+        if is_op and node in gone and not node.users:
+            graph.erase_node(node)
+    return fx.GraphModule(module, graph)
+
+
+def _only_term(node: fx.Node, zero: Set[fx.Node]) -> fx.Node | None:
+    """Return the term of a sum of two tensors that is not zero; None if the node is no sum, or both are."""
+    args = node.args
+    if node.target is overwrite_where_alike and args[0] is aten.add.Tensor:
+        args = args[2:]
+    elif node.target not in (aten.add.Tensor, aten.add_.Tensor):
+        return None
+    terms = [term for term in args if isinstance(term, fx.Node)]
+    if len(terms) != 2 or node.kwargs:
+        return None
+    others = [term for term in terms if term not in zero]
+    return others[0] if len(others) == 1 and _alike(node.meta.get("val"), others[0].meta.get("val")) else None
+
+
+def _alike(one: object, other: object) -> bool:
+    """Tell whether both are tensors of the same dtype and shape."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    sizes = zip(one.shape, other.shape, strict=False)
+    return one.dtype == other.dtype and one.dim() == other.dim() and all(same_size(a, b) for a, b in sizes)
+
+
+def _overwritten(node: fx.Node) -> fx.Node | None:
+    """Return the operand that a node may overwrite."""
+    written: Any = None
+    if node.target is overwrite_where_alike:
+        place: Any = node.args[1]
+        written = node.args[2 + place]
+    for number, argument in enumerate(_arguments(node)):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = node.args[number] if number < len(node.args) else node.kwargs[argument.name]
+    return written if isinstance(written, fx.Node) else None
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    return [*node.target._schema.arguments] if isinstance(node.target, torch._ops.OpOverload) else []
+
+
+def _storages(graph: fx.Graph) -> Callable[[fx.Node], fx.Node]:
+    """Return a function from a node to the first one that may share its storage: views, and results of in-place ops."""
+    base: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        taken = _overwritten(node)
+        if taken is None and node.op == "call_function":
+            aliases = any(argument.alias_info is not None for argument in _arguments(node))
+            if (aliases or node.target is aten.reshape.default) and node.all_input_nodes:
+                taken = node.all_input_nodes[0]
+        base[node] = node if taken is None else base[taken]
+    return base.__getitem__

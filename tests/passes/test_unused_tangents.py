@@ -1,0 +1,153 @@
+"""Outputs that nobody differentiates change no bit of the gradients, in any step, whatever layouts their zeros have."""
+
+from __future__ import annotations
+
+import copy
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxremat
+from benchmarks.meter import peak_bytes
+from fxremat import Search
+from fxremat.ops.overwriting import overwrite_where_alike
+from fxremat.passes.unused_tangents import without_tangents
+
+QUICK = Search(seconds=0.2, progress=False)
+aten = torch.ops.aten
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+
+class Heads(nn.Module):
+    """Four outputs whose gradients meet at a normalized parameter, in several layouts."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.key, self.weight = nn.Parameter(torch.randn(2, 4, 16, 8)), nn.Parameter(torch.randn(8, 8))
+        self.last, self.breaks = nn.Linear(8, 8), breaks
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = x.sin()
+        if self.breaks:
+            torch._dynamo.graph_break()
+        key = self.key * torch.rsqrt((self.key * self.key).sum(-1, keepdim=True) + 1e-6)
+        mixed = key @ self.weight
+        crossed = key.transpose(-1, -2) @ x
+        return mixed * x, crossed, self.last(torch.relu(mixed.transpose(1, 2))), crossed.mT.softmax(-2) @ key.mT
+
+
+USED = [used for count in (1, 2, 3) for used in combinations(range(4), count)]
+
+
+def gradients(model: Any, x: Tensor, used: tuple[int, ...]) -> list[Tensor | None]:
+    model.zero_grad(set_to_none=True)
+    outputs = model(x)
+    sum(outputs[place].square().mean() for place in used).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def equal(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
+    pairs = zip(ours, theirs, strict=True)
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("how", ["one graph", "several graphs", "any size"])
+@pytest.mark.parametrize("mem", ["100%", "min"])
+def test_gradients_are_those_of_plain_pytorch(how: str, mem: str) -> None:
+    torch.manual_seed(0)
+    plain = Heads(how == "several graphs")
+    options: dict[str, Any] = {"dynamic": True} if how == "any size" else {}
+    ours = fxremat.compile(copy.deepcopy(plain), mem=mem, search=QUICK, **options)
+    for number, used in enumerate(USED):
+        x = torch.randn(2, 4, 16, 8, generator=torch.Generator().manual_seed(number))
+        assert equal(gradients(ours, x, used), gradients(plain, x, used)), used
+
+
+def test_the_first_step_of_a_loss_beside_a_state_is_plain_pytorchs() -> None:
+    class WithState(Heads):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            mixed, *states = super().forward(x)
+            return mixed.square().mean(), *states
+
+    torch.manual_seed(0)
+    plain, x = WithState(), torch.randn(2, 4, 16, 8)
+    ours = fxremat.compile(copy.deepcopy(plain), mem="90%", search=QUICK)
+    for _ in range(3):
+        for model in (plain, ours):
+            model.zero_grad(set_to_none=True)
+            model(x)[0].backward()
+        assert equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_what_is_left_out_takes_no_memory() -> None:
+    torch.manual_seed(0)
+    ours, x = fxremat.compile(Heads(), mem="100%", search=QUICK), torch.randn(2, 4, 16, 8)
+    for used in ((0,), (1,), (0, 1, 2, 3)):
+        gradients(ours, x, used)
+        assert peak_bytes(lambda used=used: gradients(ours, x, used)) <= ours.plan.budget
+
+
+# --- generated graphs -----------------------------------------------------------------------------------------
+
+
+def graph_of(function: Any, *names: str) -> fx.GraphModule:
+    """A backward graph that computes `function` of placeholders of these names."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in names]
+    for node in inputs:
+        node.meta["val"] = torch.zeros(4, 4)
+    graph.output(tuple(function(graph.call_function, *inputs)))
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta["val"] = torch.zeros(4, 4)
+    return fx.GraphModule({}, graph)
+
+
+def ran(module: fx.GraphModule, *values: Tensor) -> list[Tensor]:
+    return [x.clone() for x in module(*(x.clone() for x in values))]
+
+
+IN_PLACE = {
+    "the other term": lambda call, a, b: (
+        (s := call(aten.add_.Tensor, (a, n := call(aten.neg.default, (b,))))),
+        call(aten.mul_.Tensor, (n, 3.0)),
+        call(aten.mul.Tensor, (s, 2.0)),
+    ),
+    "the sum": lambda call, a, b: (
+        (n := call(aten.neg.default, (b,))),
+        (s := call(aten.add_.Tensor, (a, n))),
+        call(aten.mul_.Tensor, (s, 2.0)),
+    )[::2],
+    "a view of the sum": lambda call, a, b: (
+        (n := call(aten.neg.default, (b,))),
+        (s := call(overwrite_where_alike, (aten.add.Tensor, 0, a, n))),
+        call(aten.mul_.Tensor, (call(aten.t.default, (s,)), 2.0)),
+    )[::2],
+    "nothing": lambda call, a, b: (call(aten.add.Tensor, (call(aten.add.Tensor, (a, b)), a)),),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_a_sum_is_replaced_by_is_not_overwritten(name: str) -> None:
+    module = graph_of(IN_PLACE[name], "tangents_1", "tangents_2")
+    found = without_tangents(module, {"tangents_1"})
+    assert found is not None
+    assert not any(node.target in (aten.add.Tensor, aten.add_.Tensor) for node in found.graph.nodes)
+    values = torch.zeros(4, 4), torch.arange(16.0).view(4, 4)
+    assert all(map(torch.equal, ran(found, *values), ran(module, *values)))
+
+
+def test_a_graph_that_adds_nothing_for_them_stays_as_it_is() -> None:
+    module = graph_of(lambda call, a, b: (call(aten.add.Tensor, (a, b)),), "tangents_1", "tangents_2")
+    assert without_tangents(module, set()) is None
+    assert without_tangents(module, {"tangents_1", "tangents_2"}) is None
+    strided = graph_of(
+        lambda call, a, b: (call(aten.as_strided.default, (call(aten.add.Tensor, (a, b)), (2,), (1,))),),
+        "tangents_1",
+        "tangents_2",
+    )
+    assert without_tangents(strided, {"tangents_1"}) is None
