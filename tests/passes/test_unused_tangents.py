@@ -83,6 +83,28 @@ def test_the_first_step_of_a_loss_beside_a_state_is_plain_pytorchs() -> None:
         assert equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
 
 
+def test_views_of_what_then_lies_otherwise() -> None:
+    """With its zeros the gradient of what is split was contiguous; without them it is transposed."""
+
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.key, self.scale = nn.Parameter(torch.randn(32, 16)), nn.Parameter(torch.randn(8, 4, 16))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            split = (self.key * x).view(4, 8, 16)
+            return (split.transpose(0, 1) * self.scale).sum(), split.exp().sum()
+
+    torch.manual_seed(0)
+    plain, x = Split(), torch.randn(16)
+    ours = fxremat.compile(copy.deepcopy(plain), mem="100%", search=QUICK)
+    for _ in range(2):
+        for model in (plain, ours):
+            model.zero_grad(set_to_none=True)
+            model(x)[0].backward()
+        assert equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+
+
 def test_what_is_left_out_takes_no_memory() -> None:
     torch.manual_seed(0)
     ours, x = fxremat.compile(Heads(), mem="100%", search=QUICK), torch.randn(2, 4, 16, 8)
