@@ -190,6 +190,7 @@ class Backend:
         self.until = Until.RUN
         self._layouts_vary = False  # True once a loss outside handed in gradients that lie otherwise than traced
         self._told_of_loss = False  # True once a warning told ranks that the loss takes more memory than planned
+        self._planned: Step | None = None  # the step of fixed sizes that was planned last
         self.outdated = False  # True if the loss takes more memory than planned, or less memory is free than before
         self.weights: Weights | None = None
         self.coordinator: Coordinator | None = None
@@ -425,6 +426,28 @@ class Backend:
         self.options = replace(self.options, loss_seen=replace(known, as_traced=as_traced))
         self.outdated = True
 
+    def runs_the_same(self) -> bool:
+        """Plan the captured step with what is now known of the loss; tell whether the plan is the same but for numbers.
+
+        Then nothing has to be captured again: the new plan takes the place of the old one. Only for plans of one step
+        of fixed sizes that recompute and do nothing else.
+        """
+        step, plan, options = self._planned, self.plans[-1] if self.plans else None, self.options
+        if step is None or plan is None or self.coordinator is not None or len(self._called_with) > 1:
+            return False
+        beside = plan.weights or plan.tier or plan.slices or plan.compression or plan.compiled or plan.means
+        if beside or plan.saved_as or plan.graph is not step.graph or len(step.ranks.ranks) > 1:
+            return False
+        if plan.reserving or options.division is not None or isinstance(options.budget, Auto):
+            return False
+        before = self.settings
+        with contextlib.suppress(BudgetTooSmall):
+            again = self._plan_fixed(step)
+            if again.program.steps == plan.program.steps and again.costs.fresh == plan.costs.fresh:
+                return True
+        self.take_back(before)
+        return False
+
     def divide_device_memory(self, model: nn.Module, call: Any) -> None:
         """Find what `device_mem` leaves for this step; plan again if that is less than at the last plan.
 
@@ -627,6 +650,7 @@ class Backend:
             self._check_layouts(step)
             raise Reached(FixedStep(step, self.options))
         plan = self._plan_fixed(step)
+        self._planned = replace(step, inputs=())  # which must not keep the inputs alive
         made[:] = [_FixedStep(plan, self.weights, partial(self._take_layouts, plan))]
         return plan.graphs
 

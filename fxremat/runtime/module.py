@@ -998,7 +998,8 @@ def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]
         training.backend.look_at_free_memory()
     if training.backend.outdated and training.shared is None:
         training.backend.outdated = False
-        training.step = training.step_anew(False)
+        if not training.backend.runs_the_same():
+            training.step = training.step_anew(False)
     runs = training.backend.until is Until.RUN
     if runs and training.last_call.awaits_backward and not training.each_alone:
         training.share_budget()

@@ -60,6 +60,20 @@ def test_copies_that_are_not_made_are_not_planned_from_the_second_step_on(mem: s
     assert len(compiled.fxremat.plans) <= 3
 
 
+@pytest.mark.parametrize(("mem", "graphs"), [("100%", 1), ("65%", 2)])
+def test_only_another_program_is_captured_for(mem: str, graphs: int) -> None:
+    x, y = torch.randn(32, 8, 256), torch.randn(32, 8, 256)
+    torch._dynamo.utils.counters.clear()
+    compiled = fxremat.compile(Denoiser(), mem=mem, **FAST)
+    for _ in range(4):
+        as_traced(compiled(x), y).backward()
+        compiled.zero_grad()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    first, last = compiled.fxremat.plans[0], compiled.plan
+    assert last.predicted_peak == first.peak_without_copies() or graphs > 1
+    assert last.predicted_peak < first.predicted_peak
+
+
 def test_a_loss_that_hands_them_in_otherwise_later_is_planned_for(caplog: pytest.LogCaptureFixture) -> None:
     x, y = torch.randn(32, 8, 256), torch.randn(32, 8, 256)
     plain = Denoiser()
