@@ -164,6 +164,7 @@ class Backend:
         plans: the latest plans, newest last; older ones go on running, but are not in the list any more.
         until: the stage at which calls end; those that end before they run raise `Reached`.
         outdated: True if the next call has to capture the model again.
+        loss_is_other: True if it has to plan again, for another loss outside of the model.
         model: the name of the model's class, for reports.
         target: the device whose kernels are captured instead of a CPU's, for plans that are not run.
         input_names: the names of the model's inputs that may be passed by position, in order.
@@ -190,8 +191,10 @@ class Backend:
         self.until = Until.RUN
         self._layouts_vary = False  # True once a loss outside handed in gradients that lie otherwise than traced
         self._told_of_loss = False  # True once a warning told ranks that the loss takes more memory than planned
-        self._planned: Step | None = None  # the step of fixed sizes that was planned last
-        self.outdated = False  # True if the loss takes more memory than planned, or less memory is free than before
+        self._planned: Step | None = None  # the only step of fixed sizes that was planned since `forget_steps`
+        self._planned_steps = 0  # the number of these steps
+        self.outdated = False  # True if less memory is free than before, or the captured step is no longer the model's
+        self.loss_is_other = False  # True if the loss outside of the model takes more or less memory than planned
         self.weights: Weights | None = None
         self.coordinator: Coordinator | None = None
         self._stepped = set[int]()  # the `id` of each parameter of the model that steps update themselves
@@ -392,7 +395,7 @@ class Backend:
                 log.warning("%s, and %s%s", told, why, way)
             return
         self.options = replace(self.options, loss_seen=seen)
-        self.outdated = True
+        self.loss_is_other = True
         log.log(
             logging.WARNING if exceeds else logging.INFO,
             "%s: the next call plans for that%s",
@@ -424,7 +427,7 @@ class Backend:
         else:
             log.info("gradients of the loss outside the model are not copied: the next call plans without copies")
         self.options = replace(self.options, loss_seen=replace(known, as_traced=as_traced))
-        self.outdated = True
+        self.loss_is_other = True
 
     def runs_the_same(self) -> bool:
         """Plan the captured step with what is now known of the loss; tell whether the plan is the same but for numbers.
@@ -432,9 +435,9 @@ class Backend:
         Then nothing has to be captured again: the new plan takes the place of the old one. Only for plans of one step
         of fixed sizes that recompute and do nothing else.
         """
-        step, plan, options = self._planned, self.plans[-1] if self.plans else None, self.options
-        if step is None or plan is None or self.coordinator is not None or len(self._called_with) > 1:
+        if self._planned is None or not self.plans or self.coordinator is not None:
             return False
+        step, plan, options = self._planned, self.plans[-1], self.options
         beside = plan.weights or plan.tier or plan.slices or plan.compression or plan.compiled or plan.means
         if beside or plan.saved_as or plan.graph is not step.graph or len(step.ranks.ranks) > 1:
             return False
@@ -447,6 +450,10 @@ class Backend:
                 return True
         self.take_back(before)
         return False
+
+    def forget_steps(self) -> None:
+        """Prepare for capturing the model again: `runs_the_same` is then about what is planned from now on."""
+        self._planned, self._planned_steps = None, 0
 
     def divide_device_memory(self, model: nn.Module, call: Any) -> None:
         """Find what `device_mem` leaves for this step; plan again if that is less than at the last plan.
@@ -650,7 +657,8 @@ class Backend:
             self._check_layouts(step)
             raise Reached(FixedStep(step, self.options))
         plan = self._plan_fixed(step)
-        self._planned = replace(step, inputs=())  # which must not keep the inputs alive
+        self._planned_steps += 1
+        self._planned = replace(step, inputs=()) if self._planned_steps == 1 else None  # inputs are not kept alive
         made[:] = [_FixedStep(plan, self.weights, partial(self._take_layouts, plan))]
         return plan.graphs
 

@@ -996,9 +996,12 @@ def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]
     mark(training.backend.options, training.backend.input_names, training.plain, args, kwargs)
     if training.backend.until is Until.RUN:
         training.backend.look_at_free_memory()
-    if training.backend.outdated and training.shared is None:
-        training.backend.outdated = False
-        if not training.backend.runs_the_same():
+    backend = training.backend
+    if (backend.outdated or backend.loss_is_other) and training.shared is None:
+        captured = not backend.outdated and backend.runs_the_same()
+        backend.outdated = backend.loss_is_other = False
+        if not captured:
+            backend.forget_steps()
             training.step = training.step_anew(False)
     runs = training.backend.until is Until.RUN
     if runs and training.last_call.awaits_backward and not training.each_alone:
