@@ -31,7 +31,7 @@ from fxremat.errors import CaptureError
 from fxremat.graphs.captured import Captured
 from fxremat.ops.random import devices_of
 from fxremat.runtime.call_state import CallState
-from fxremat.runtime.double_backward import REFUSED
+from fxremat.runtime.double_backward import DOUBLE, REFUSED
 from fxremat.torch_private import forget_history, storage_of, version_of
 
 log = logging.getLogger(__name__)
@@ -309,7 +309,8 @@ class _Tie(torch.autograd.Function):
         if all(by_position[position] is None for position in call.detached):
             return None, *gradients, *(None for _ in range(ctx.inputs))
         if torch.is_grad_enabled():
-            raise CaptureError(REFUSED.format(reason="the loss reads outputs beside the one that the model returns"))
+            reason = "the loss reads outputs beside the one that the model returns"
+            raise CaptureError(REFUSED.format(what=DOUBLE, reason=reason))
         call.step.surprised = True
         warnings.warn(SURPRISE, stacklevel=2)
         return None, *(None for _ in gradients), *call.again(ctx.saved_tensors, by_position)

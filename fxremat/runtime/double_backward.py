@@ -107,7 +107,7 @@ class TwiceDifferentiable:
 
 
 @functools.cache
-def _outside() -> Callable[[_Call, int, Tensor], None]:
+def _outside() -> Callable[[_Call, int, Tensor | None], None]:
     """Return `_Call.take`, which dynamo does not trace where a function that calls `backward()` is compiled."""
     return outside_graphs(_Call.take, "fxremat looks at gradients of outputs")
 
@@ -154,8 +154,13 @@ class _Call:
         """Return the inputs of the forward, with None for inputs that have been freed."""
         return [x() if isinstance(x, weakref.ref) else x for x in self.inputs]
 
-    def take(self, position: int, gradient: Tensor) -> None:
-        """Store the gradient of an output, if the backward has `create_graph=True` or `is_grads_batched=True`."""
+    def take(self, position: int, gradient: Tensor | None) -> None:
+        """Store the gradient of an output, if the backward has `create_graph=True` or `is_grads_batched=True`.
+
+        It is None where the output gets none.
+        """
+        if gradient is None:
+            return
         batched = any_batched([gradient])
         if not (torch.is_grad_enabled() or batched):
             if self.step.kept < 2 and backward_keeps_graph() and backward_task() not in self._seen:

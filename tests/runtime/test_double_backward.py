@@ -207,6 +207,43 @@ def test_under_torch_compile() -> None:
     assert differences(*penalties) == []
 
 
+class Several(nn.Module):
+    """Returns two losses, and what else is computed of rows; `broken` makes two graphs of it."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.broken = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), broken
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.first(x).tanh()
+        if self.broken:
+            torch._dynamo.graph_break()
+        out = self.second(x)
+        return out.square().mean(), out.sin().sum(), out.exp().mean(1), out
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("used", [[0], [1], [2], [0, 2]])
+def test_outputs_without_a_gradient(used: list[int], broken: bool) -> None:
+    ours, plain = twins(Several(broken=broken), loss=fxremat.Loss(gradients="all"))
+    for _ in range(2):
+        found = []
+        for model in (ours, plain):
+            outputs, parameters = model(rows()), list(model.parameters())
+            loss = sum(outputs[place].sum() for place in used)
+            gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+            penalty = sum(gradient.square().sum() for gradient in gradients if gradient is not None)
+            found.append((*gradients, *torch.autograd.grad(penalty, parameters, allow_unused=True)))
+        torch.testing.assert_close(*found, rtol=1e-5 * broken, atol=1e-6 * broken)
+
+
+def test_of_outputs_beside_the_loss_it_is_refused_in_one_line() -> None:
+    ours, _ = twins(Several())
+    said = "backward asks for gradients of gradients .* but the loss reads outputs beside"
+    with pytest.raises(fxremat.CaptureError, match=said):
+        torch.autograd.grad(ours(rows())[3].sum(), list(ours.parameters()), create_graph=True)
+
+
 def test_an_input_that_was_changed_or_freed_before_the_backward_is_an_error() -> None:
     class Weighted(Critic):
         def forward(self, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
