@@ -1,12 +1,14 @@
 """`nn.LSTM`, `nn.GRU` and `nn.RNN` as one op each, with what the backward needs among the results of the op.
 
     [output, *states, token, *tape]  =  fxremat::recurrent([x, *states, *weights], layer)
-    gradients                        =  fxremat::recurrent_backward(gradients, which, token, sources, layer)
+    gradients                        =  fxremat::recurrent_backward(gradients, which, token, sources, layer, sums, of)
 
 PyTorch runs its own kernels inside of the op (cuDNN's, oneDNN's, or its loops over time), and its own autograd, so that
-numbers are eager mode's to the bit. What autograd saves is taken from it and returned as the tape: autograd keeps only
-positions, and a plan decides whether the tape is kept, made again, or moved to the host. A tape of many small tensors
-is copied into a few.
+numbers are eager mode's to the bit. Where a layer is called several times, the backward of a call goes on with the sums
+of gradients that those of later calls have begun, as autograd adds up the steps of all calls one by one.
+
+What autograd saves is taken from it and returned as the tape: autograd keeps only positions, and a plan decides whether
+the tape is kept, made again, or moved to the host. A tape of many small tensors is copied into a few.
 
 The token is a tensor of one number. PyTorch's autograd graph hangs on it, and is freed with it. A token without a graph
 was made up to measure the backward: the forward runs first then.
@@ -229,6 +231,7 @@ class _Graph:
 
     root: Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True))  # the leaf that it begins at
     leaves: dict[int, Tensor] = field(default_factory=dict)  # position of a given tensor -> another leaf
+    begins: dict[int, Any] = field(default_factory=dict)  # position of another given tensor -> the edge to its gradient
     outputs: list[Any] = field(default_factory=list)  # an edge of the graph for each result; None: needs no gradient
     saved: Sequence[_Saved] = ()
     apart: Mapping[int, Tensor] = field(default_factory=dict)  # saved tensors that are no views of sources in this run
@@ -269,7 +272,9 @@ def _run(given: Sequence[Tensor], layer: Layer) -> tuple[list[Tensor], list[Tens
         if place in layer.leaves:
             return graph.leaves.setdefault(place, tensor.detach().requires_grad_())
         if place in layer.trained:
-            return _Given.apply(graph.root, tensor, known, place)  # type: ignore[no-untyped-call, no-any-return]
+            begun: Tensor = _Given.apply(graph.root, tensor, known, place)  # type: ignore[no-untyped-call]
+            graph.begins[place] = get_gradient_edge(begun)
+            return begun
         return tensor.detach()
 
     with autograd_inside_of_ops(), torch.enable_grad():
@@ -375,13 +380,23 @@ def _owned(tensor: Tensor) -> Tensor:
 
 
 def _backward(
-    graph: _Graph, gradients: Sequence[Tensor], which: Sequence[int], sources: Mapping[int, Tensor], layer: Layer
+    graph: _Graph,
+    gradients: Sequence[Tensor],
+    which: Sequence[int],
+    sources: Mapping[int, Tensor],
+    layer: Layer,
+    sums: Mapping[int, Tensor],
 ) -> list[Tensor]:
-    """Run PyTorch's backward of a layer; return the gradients of `layer.trained`."""
+    """Run PyTorch's backward of a layer; return the gradients of `layer.trained`.
+
+    Args:
+        sums: position of a given tensor -> the sum to which its gradient is added, step by step.
+    """
     graph.sources = sources
     try:
         with autograd_inside_of_ops(), torch.enable_grad():
             pairs = [(graph.outputs[k], g) for k, g in zip(which, gradients, strict=True) if graph.outputs[k]]
+            pairs += [(graph.begins[place], total) for place, total in sums.items()]
             edges, given = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
             leaves = [graph.root, *graph.leaves.values()]
             _, *found = torch.autograd.grad(edges, leaves, given, retain_graph=True, allow_unused=True)
@@ -472,7 +487,7 @@ def _looks(text: str, device: torch.device) -> _Looks:
         recording = _recorded(held, [*given, *results], lasting)
         made = _made(given, results, held, graph, recording)
         known = dict(enumerate([*given, *made]))
-        found = _backward(graph, results, range(len(results)), known, layer) if layer.trained else []
+        found = _backward(graph, results, range(len(results)), known, layer, {}) if layer.trained else []
     return _Looks(tuple(map(Shape.of, made)), tuple(map(Shape.of, found)), recording)
 
 
@@ -542,7 +557,13 @@ def _(given: Sequence[Tensor], layer: str) -> list[Tensor]:
 
 @torch.library.custom_op("fxremat::recurrent_backward", mutates_args=())
 def recurrent_backward(
-    gradients: Sequence[Tensor], which: Sequence[int], token: Tensor, sources: Sequence[Tensor], layer: str
+    gradients: Sequence[Tensor],
+    which: Sequence[int],
+    token: Tensor,
+    sources: Sequence[Tensor],
+    layer: str,
+    sums: Sequence[Tensor],
+    of: Sequence[int],
 ) -> list[Tensor]:
     """Run the backward of a layer, and return the gradients of `Layer.trained`.
 
@@ -551,6 +572,8 @@ def recurrent_backward(
         which: positions of these results.
         sources: what the backward reads: of `[*given, *results, token, *tape]`, those at `_Looks.sources`.
         layer: `Layer.text`.
+        sums: sums to which gradients are added, step by step; the results are the new sums.
+        of: positions in `given` of what these are gradients of.
 
     Raises:
         FxrematError: the token is a copy.
@@ -565,12 +588,18 @@ def recurrent_backward(
         given = [shape.empty(device).zero_() for shape in parsed.given]
         made, graph = _forward(given, layer)
         known = dict(enumerate([*given, *made]))
-    return _backward(graph, gradients, which, known, parsed)
+    return _backward(graph, gradients, which, known, parsed, dict(zip(of, sums, strict=True)))
 
 
 @recurrent_backward.register_fake
 def _(
-    gradients: Sequence[Tensor], which: Sequence[int], token: Tensor, sources: Sequence[Tensor], layer: str
+    gradients: Sequence[Tensor],
+    which: Sequence[int],
+    token: Tensor,
+    sources: Sequence[Tensor],
+    layer: str,
+    sums: Sequence[Tensor],
+    of: Sequence[int],
 ) -> list[Tensor]:
     return [shape.empty(token.device) for shape in _looks(layer, _real(token.device)).gradients]
 
@@ -599,7 +628,7 @@ class _Differentiable(torch.autograd.Function):
         layer: Layer = ctx.layer
         which = [place for place, one in enumerate(gradients) if one is not None]
         given = [one for one in gradients if one is not None]
-        found = recurrent_backward(given, which, token, sources, layer.text)
+        found = recurrent_backward(given, which, token, sources, layer.text, [], [])
         made = dict(zip(layer.trained, found, strict=True))
         return None, *(made.get(place) for place in range(len(layer.given)))
 

@@ -34,6 +34,7 @@ from fxremat.passes.dropout import drop_as_eager
 from fxremat.passes.gradients import lay_out_gradients
 from fxremat.passes.in_place import note_overwriting
 from fxremat.passes.numbers import copy_views_by_number, keep_checks, refuse_symbols
+from fxremat.passes.recurrent import sum_recurrent_gradients
 from fxremat.passes.seeded_dropout import draw_from_seeds
 from fxremat.passes.sharding import share
 from fxremat.passes.tangents import reshape_gradients
@@ -78,6 +79,7 @@ PASSES: Mapping[str, Pass] = {
         launch_as_ops,
         drop_running_statistics,
         reshape_gradients,
+        sum_recurrent_gradients,
         lay_out_gradients,
         drop_as_eager,
         draw_from_seeds,
@@ -92,7 +94,7 @@ PASSES: Mapping[str, Pass] = {
 
 _FIRST = (
     *("share", "wait_at_once", "drop_detach", "launch_as_ops", "drop_running_statistics", "reshape_gradients"),
-    "lay_out_gradients",
+    *("sum_recurrent_gradients", "lay_out_gradients"),
 )
 _NUMBERS = ("keep_checks", "copy_views_by_number")
 _FOR_REGIONS = (*_NUMBERS, "convolve_channels_last", "halve", "note_overwriting")

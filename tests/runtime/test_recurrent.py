@@ -159,6 +159,35 @@ def test_gradients_of_states_and_of_a_backward_that_runs_twice() -> None:
         assert torch.equal(ours(sequences()), plain(sequences()))
 
 
+class Called(nn.Module):
+    """Calls one recurrent layer several times, so that its weights get gradients from all steps of all calls."""
+
+    def __init__(self, kind: Callable[..., nn.RNNBase], calls: int, **options: Any) -> None:
+        super().__init__()
+        self.layer, self.between, self.calls = kind(HIDDEN, HIDDEN, **options), nn.Linear(HIDDEN, HIDDEN), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.calls):
+            x = self.between(self.layer(x)[0][..., :HIDDEN])
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("mem", ["100%", "min"])
+@pytest.mark.parametrize("calls", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_that_is_called_several_times_has_the_bits_of_plain_training(kind: str, calls: int, mem: str) -> None:
+    torch.manual_seed(0)
+    plain = Called(KINDS[kind], calls, bidirectional=calls == 2)
+    ours = fxremat.compile(copy.deepcopy(plain), mem=mem, search=QUICK)
+    for _ in range(3):
+        x = torch.randn(TIME, BATCH, HIDDEN)
+        for model in (plain, ours):
+            model.zero_grad(set_to_none=True)
+            model(x).backward()
+        pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
 def test_autocast_is_that_of_the_call() -> None:
     torch.manual_seed(0)
     ours, plain = twins(Stack(nn.GRU, 2), "90%")
@@ -337,7 +366,7 @@ def test_a_token_that_was_copied_is_refused() -> None:
     with torch.no_grad():
         output, _, _, token, *_ = torch.ops.fxremat.recurrent(given, call.text)
         with pytest.raises(fxremat.FxrematError, match="the token of a recurrent layer was copied"):
-            torch.ops.fxremat.recurrent_backward([output], [0], token.clone(), [], call.text)
+            torch.ops.fxremat.recurrent_backward([output], [0], token.clone(), [], call.text, [], [])
 
 
 STATE = torch.zeros(30_000)  # of dropout, of which cuDNN has one in a process
