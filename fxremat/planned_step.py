@@ -201,7 +201,7 @@ class PlannedStep:
         return most_on_host(copies.program, self.costs, self.link) if copies and self.link else 0
 
     def _peak_of(self, candidate: Candidate) -> int:
-        if not self.retained:
+        if not self.retained or candidate.layout.graph is not self.graph:  # then the costs are not its own
             return candidate.peak
         return retained_peak(candidate.program(), self.costs.sizes, self.retained)
 

@@ -308,7 +308,9 @@ def _interpolated(op: Any, tensor: torch.Tensor, size: Sequence[Any] | None, *op
     """Call the interpolation op with a computed size: the C++ kernel of its `vec` overload takes no symbolic sizes."""
     *corners, factors = options
     if size is None:
-        size = [math.floor(side * factor) for side, factor in zip(tensor.shape[2:], factors, strict=True)]
+        pairs = zip(tensor.shape[2:], factors, strict=True)
+        # the floor of a float would add a guard on the parity of sizes that other ops have halved
+        size = [side * int(f) if float(f).is_integer() else math.floor(side * f) for side, f in pairs]
     return op(tensor, size, *corners, *(factors or [None] * len(size)))
 
 

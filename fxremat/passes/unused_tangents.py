@@ -1,9 +1,9 @@
-"""Removal of the gradients of outputs that nobody differentiates from a generated backward graph.
+"""Removal of sums with the gradients of outputs that nobody differentiates, which are zeros, from a backward graph.
 
 For such an output autograd has no gradient; AOTAutograd passes zeros, and the backward adds what it computes from these
 to other gradients. A sum with zeros has the same numbers, but perhaps another memory layout, in which later sums round
-otherwise than those of eager PyTorch, which adds nothing. What depends on no other gradient than these is zero, since a
-backward is linear in the gradients that it gets.
+otherwise than those of eager PyTorch, which adds nothing. Only such sums are left out: all else takes the memory of the
+plan. What depends on no other gradient than these is zero, since a backward is linear in the gradients that it gets.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ aten = torch.ops.aten
 def without_tangents(module: fx.GraphModule, unused: Set[str]) -> fx.GraphModule | None:
     """Return a backward graph that adds nothing for gradients which are zeros. O(nodes).
 
-    It takes the same inputs. None: it would be the same graph, or could not run with the layouts that other gradients
-    then have.
+    It takes the same inputs, and computes what depends on zeros as before, so that it takes the memory of the plan.
+    None: it would be the same graph, or could not run with the layouts that other gradients then have.
 
     Args:
         unused: the names of the placeholders of these gradients.
@@ -37,8 +37,13 @@ def without_tangents(module: fx.GraphModule, unused: Set[str]) -> fx.GraphModule
     tangents = tangents_in(graph)
     given = depending_on(graph, {node for node in tangents if node.name not in unused})
     zero = depending_on(graph, {node for node in tangents if node.name in unused}) - given
-    terms = {node: term for node in graph.nodes if (term := _only_term(node, zero)) is not None}
-    changed = depending_on(graph, terms.keys())
+    terms, changed = dict[fx.Node, fx.Node](), set[fx.Node]()
+    for node in graph.nodes:
+        term = _only_term(node, zero)
+        if term is not None and (term in changed or _lies_otherwise(term, node)):
+            terms[node] = term
+        if node in terms or not changed.isdisjoint(node.all_input_nodes):
+            changed.add(node)
     if not terms or any(node.target is aten.as_strided.default for node in changed):
         return None
     for node in changed:
@@ -48,21 +53,21 @@ def without_tangents(module: fx.GraphModule, unused: Set[str]) -> fx.GraphModule
     storage = _storages(graph)
     written = {storage(node) for node in graph.nodes if node not in gone and _overwritten(node) is not None}
     for node, term in terms.items():
-        while term in terms and not term.users:  # a sum that another term has replaced
-            term = terms[term]
+        zeros = [each for each in node.all_input_nodes if each is not term]
         if written.isdisjoint((storage(node), storage(term))):
-            node.replace_all_uses_with(term)
+            node.target, node.args = beside, (term, *zeros)
         else:
             node.target, node.args = aten.clone.default, (term,)
-    for node in reversed(list(graph.nodes)):
-        is_op = isinstance(node.target, torch._ops.OpOverload) or node.target is overwrite_where_alike
-        if is_op and node in gone and not node.users:
-            graph.erase_node(node)
     return fx.GraphModule(module, graph)
 
 
+def beside(term: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Return the first tensor; until then a graph holds the second one too, as where it adds both."""
+    return term
+
+
 def _only_term(node: fx.Node, zero: Set[fx.Node]) -> fx.Node | None:
-    """Return the term of a sum of two tensors that is not zero; None if the node is no sum, or both are."""
+    """Return the term of a sum of two tensors that is not zero; None if the node is no such sum, or both are."""
     args = node.args
     if node.target is overwrite_where_alike and args[0] is aten.add.Tensor:
         args = args[2:]
@@ -72,15 +77,20 @@ def _only_term(node: fx.Node, zero: Set[fx.Node]) -> fx.Node | None:
     if len(terms) != 2 or node.kwargs:
         return None
     others = [term for term in terms if term not in zero]
-    return others[0] if len(others) == 1 and _alike(node.meta.get("val"), others[0].meta.get("val")) else None
+    return others[0] if len(others) == 1 and _alike(node, others[0]) else None
 
 
-def _alike(one: object, other: object) -> bool:
-    """Tell whether both are tensors of the same dtype and shape."""
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    """Tell whether both nodes are tensors of the same dtype and shape."""
+    a, b = one.meta.get("val"), other.meta.get("val")
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return False
-    sizes = zip(one.shape, other.shape, strict=False)
-    return one.dtype == other.dtype and one.dim() == other.dim() and all(same_size(a, b) for a, b in sizes)
+    return a.dtype == b.dtype and a.dim() == b.dim() and all(map(same_size, a.shape, b.shape))
+
+
+def _lies_otherwise(one: fx.Node, other: fx.Node) -> bool:
+    """Tell whether two tensors of the same shape have different memory layouts."""
+    return not all(map(same_size, one.meta["val"].stride(), other.meta["val"].stride()))
 
 
 def _overwritten(node: fx.Node) -> fx.Node | None:

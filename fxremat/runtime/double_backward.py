@@ -157,9 +157,9 @@ class _Call:
     def take(self, position: int, gradient: Tensor | None) -> None:
         """Store the gradient of an output, if the backward has `create_graph=True` or `is_grads_batched=True`.
 
-        It is None where the output gets none.
+        It is None where the output gets none. Outputs that are computed anew, as views may be, outlive the step's node.
         """
-        if gradient is None:
+        if gradient is None or self.node() is None:
             return
         batched = any_batched([gradient])
         if not (torch.is_grad_enabled() or batched):

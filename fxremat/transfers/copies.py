@@ -165,6 +165,8 @@ class _Writer:
             if (step := self._step(*log.events[place].tolist())) is not None:
                 self.steps.append(step)
                 self.starts.append(float(log.starts[place]))
+        if self.program.split == len(self.program.steps):  # no op belongs to the backward
+            split = len(self.steps)
         values = self.program.layout.graph.values
         came = range(len(self.program.version_of), len(self.version_of))
         program = replace(
