@@ -13,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.search.call_programs import AtOtherSizes, CallProgram, call_programs, judged
+from fxremat.step.costs import Link
+from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Order
 from fxremat.step.step_graph import Origin
+from fxremat.transfers.copies import durations, need_of, time_copies
 from tests.dags import few
 from tests.saved_steps import Saved, saved
 
@@ -72,3 +75,15 @@ def test_programs_at_other_sizes_are_judged_when_they_are_looked_at(monkeypatch:
     assert len(asked) == 1
     assert list(at) == at[:]
     assert len(asked) == len(known)
+
+
+def test_copies_leave_a_program_without_a_backward_in_the_forward() -> None:
+    step, costs = saved("random_0"), saved("random_0").costs
+    whole = programs_of("random_0")[0].program
+    forward = replace(whole, steps=whole.steps[: whole.split])
+    memory = live_bytes(forward, costs.sizes)
+    link = Link(to_host=1e9, from_host=1e9)
+    need, seconds = need_of(forward, memory), durations(forward, costs)
+    found = time_copies(forward, [], [], need, seconds, link, memory.peak).performed(costs).program
+    assert found.split == len(found.steps) == len(forward.steps)
+    assert step.graph.forward_count <= found.split
