@@ -465,6 +465,21 @@ def test_interpolation_of_any_size(how: str, captures: list[object]) -> None:
     assert len(captures) == 1
 
 
+def test_twice_a_size_that_was_halved_adds_no_guard_on_its_parity(captures: list[object]) -> None:
+    class Hourglass(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up = nn.Conv2d(2, 4, 3, stride=2), nn.Conv2d(4, 2, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(F.interpolate(F.gelu(self.down(x)), scale_factor=2)).square().mean()
+
+    compiled = fxremat.compile(Hourglass(), mem="100MB", dynamic=True, **QUICK)
+    for height, width in ((9, 12), (10, 13), (11, 13), (12, 11)):
+        compiled(torch.randn(2, 2, height, width)).backward()
+    assert len(captures) == 1
+
+
 class Positions(nn.Module):
     """A table of positions fixes the length; nothing fixes the batch."""
 
