@@ -111,3 +111,16 @@ def test_gradients_of_outputs_alone_are_no_reason_to_plan_again(caplog: pytest.L
             (loss * weights[0]).backward()
     assert not caplog.messages
     assert len(compiled.fxremat.plans) == 1
+
+
+def test_a_step_in_slices_is_judged_with_its_own_costs() -> None:
+    """Its alternatives run another graph, with other values."""
+    model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
+    compiled, x = fxremat.compile(model, mem="min", slices=True, search=Search(seconds=0.2)), torch.randn(512, 32)
+    for _ in range(3):
+        loss = compiled(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert compiled.plan.slices
+    assert compiled.plan.retained
+    assert compiled.plan.predicted_peak <= compiled.plan.keep_all_peak
