@@ -37,7 +37,7 @@ from fxremat.graphs.accounting import (
     unsplit,
 )
 from fxremat.graphs.captured import Captured
-from fxremat.graphs.handed_in import layout_of
+from fxremat.graphs.handed_in import layout, layout_of
 from fxremat.graphs.nodes import SYMBOLS, tensors_of
 from fxremat.graphs.symbolic import Dims, SymbolicGraph
 from fxremat.step.costs import Costs
@@ -50,7 +50,7 @@ CONFIRMED = 4  # the number of measurements that have to confirm what was expect
 IRREGULAR = 1000  # the number of them that one which does not confirm it outweighs, as with convolutions
 MOST = 64  # number of measured sizes that are remembered
 
-Numbers = NDArray[np.int64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class CostsAtSizes:
         self._own = np.vstack([self._own[1 - MOST :], own])
         self._values = np.vstack([self._values[1 - MOST :], values])
 
-    def _confirms(self, index: int, counted: _Counted, own: Numbers, values: Numbers) -> int:
+    def _confirms(self, index: int, counted: _Counted, own: Ints, values: Ints) -> int:
         """Return 1 if an op took at most what measurements at similar sizes let expect, 0 without such measurements."""
         if (found := self._estimated(index, counted.work[index])) is None:
             return 0
@@ -188,7 +188,7 @@ class CostsAtSizes:
         return int((self._own[near, index] * growth).min()), outputs
 
     @cached_property
-    def _measured_work(self) -> Numbers:
+    def _measured_work(self) -> Ints:
         """The bytes of the operands of each op, as far as they depend on sizes, in the call that was captured."""
         assert self._sizes is not None
         return self._sizes.at(self._symbolic.dims).work
@@ -196,7 +196,7 @@ class CostsAtSizes:
     def _overwrites(self, op: Op) -> bool:
         return op.overwrites is not None and op.index not in self._costs.fresh
 
-    def _overwritten(self, values: Numbers) -> Numbers:
+    def _overwritten(self, values: Ints) -> Ints:
         """Return for each op the bytes of the operand that it overwrites, and let its result have as many."""
         taken = np.zeros(len(self._joint.ops), dtype=np.int64)
         for op in self._joint.ops:
@@ -205,7 +205,7 @@ class CostsAtSizes:
                 values[result] = taken[op.index] = values[op.overwrites]
         return taken
 
-    def _held(self, sizes: Numbers) -> Numbers:
+    def _held(self, sizes: Ints) -> Ints:
         """Return the bytes that the allocator counts for tensors of these sizes (`accounting.held`)."""
         kind, rest = kind_of(self._device), unsplit(self._device)
         return -(-sizes // kind.block) * kind.block + np.where(sizes > kind.unsplit, rest, 0)
@@ -213,10 +213,10 @@ class CostsAtSizes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Counted:
-    """What formulas state for certain sizes."""
+    """The numbers that the formulas give for certain sizes."""
 
-    values: Numbers  # bytes of each value
-    work: Numbers  # for each op, bytes of the operands and results whose sizes may change
+    values: Ints  # bytes of each value
+    work: Ints  # for each op, bytes of the operands and results whose sizes may change
     copies: Sequence[int]  # these and the following as in `SizedCosts`
     held: int
     layouts: Sequence[tuple[int, ...]]
@@ -259,17 +259,12 @@ class _Sizes:
             work=work,
             copies=[copied.get(op.index, 0) for op in joint.ops],
             held=sum(outer) if held_beside_copies(joint, device) else 0,
-            layouts=[_layout([*islice(numbers, dim)], [*islice(numbers, dim)]) for dim in self._layouts],
+            layouts=[layout([*islice(numbers, dim)], [*islice(numbers, dim)]) for dim in self._layouts],
         )
 
 
-def _array(numbers: Iterator[int], count: int) -> Numbers:
+def _array(numbers: Iterator[int], count: int) -> Ints:
     return np.fromiter(islice(numbers, count), dtype=np.int64, count=count)
-
-
-def _layout(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Return what `layout_of` returns for a tensor of this shape."""
-    return tuple(stride for size, stride in zip(shape, strides, strict=True) if size > 1)
 
 
 def _tensors_of_values(

@@ -70,8 +70,7 @@ class Captured(StepGraph):
         needed: dict[fx.Node, frozenset[int | None]] = {}
         for node in self.module.graph.nodes:
             if node in self.tangent_nodes:
-                output = getattr(node.meta.get("desc"), "output", None)
-                needed[node] = frozenset([getattr(output, "idx", None)])
+                needed[node] = frozenset([getattr(_output_of(node), "idx", None)])
             else:
                 needed[node] = frozenset().union(*(needed[parent] for parent in node.all_input_nodes))
         return tuple(
@@ -81,8 +80,7 @@ class Captured(StepGraph):
     @cached_property
     def tangent_names(self) -> dict[int, str]:
         """For each forward output that gets a gradient, the name of the placeholder of that gradient."""
-        outputs = [getattr(node.meta.get("desc"), "output", None) for node in self.tangent_nodes]
-        places = [getattr(output, "idx", None) for output in outputs]
+        places = [getattr(_output_of(node), "idx", None) for node in self.tangent_nodes]
         pairs = zip(places, self.tangent_nodes, strict=True)
         return {place: node.name for place, node in pairs if place is not None}
 
@@ -105,7 +103,7 @@ class Captured(StepGraph):
     @cached_property
     def untrained_outputs(self) -> tuple[fx.Node, ...]:
         """Outputs for which autograd passes no gradient to the backward, as one node for each storage."""
-        trained = [getattr(node.meta.get("desc"), "output", None) for node in self.tangent_nodes]
+        trained = [_output_of(node) for node in self.tangent_nodes]
         shown: dict[int, fx.Node] = {}
         seen: set[int] = set()
         for node, desc in zip(self.forward_outputs, self.output_descs, strict=True):
@@ -113,6 +111,11 @@ class Captured(StepGraph):
                 shown[self.value_of[node]] = node
                 seen |= {self.value_of[node]} if desc in trained else set()
         return tuple(node for value, node in shown.items() if value in self.kept_outputs - seen)
+
+
+def _output_of(tangent: fx.Node) -> Any:
+    """Return AOTAutograd's description of the output that a tangent is the gradient of; None if it has none."""
+    return getattr(tangent.meta.get("desc"), "output", None)
 
 
 def _has_places(tensor: torch.Tensor) -> bool:

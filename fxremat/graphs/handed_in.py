@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -20,9 +22,12 @@ def handed_in(graph: fx.Graph) -> set[fx.Node]:
 
 def layout_of(value: object) -> tuple[int, ...]:
     """Return the strides of a tensor, without those of dimensions of size 1; () for anything that is not a tensor."""
-    if not isinstance(value, torch.Tensor):
-        return ()
-    return tuple(stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1)
+    return layout(value.shape, value.stride()) if isinstance(value, torch.Tensor) else ()
+
+
+def layout(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides without those of dimensions of size 1."""
+    return tuple(stride for size, stride in zip(shape, strides, strict=True) if size > 1)
 
 
 def laid_out_by_others(graph: fx.Graph) -> set[fx.Node]:

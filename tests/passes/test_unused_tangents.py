@@ -55,6 +55,16 @@ def equal(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
     return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
 
 
+def assert_equal_steps(plain: nn.Module, x: Tensor, mem: str) -> None:
+    """Train a model and its compiled copy for three steps with the first output as loss, and compare gradients."""
+    ours = fxremat.compile(copy.deepcopy(plain), mem=mem, search=QUICK)
+    for _ in range(3):
+        for model in (plain, ours):
+            model.zero_grad(set_to_none=True)
+            model(x)[0].backward()
+        assert equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+
+
 @pytest.mark.parametrize("how", ["one graph", "several graphs", "any size"])
 @pytest.mark.parametrize("mem", ["100%", "min"])
 def test_gradients_are_those_of_plain_pytorch(how: str, mem: str) -> None:
@@ -75,12 +85,7 @@ def test_the_first_step_of_a_loss_beside_a_state_is_plain_pytorchs() -> None:
 
     torch.manual_seed(0)
     plain, x = WithState(), torch.randn(2, 4, 16, 8)
-    ours = fxremat.compile(copy.deepcopy(plain), mem="90%", search=QUICK)
-    for _ in range(3):
-        for model in (plain, ours):
-            model.zero_grad(set_to_none=True)
-            model(x)[0].backward()
-        assert equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+    assert_equal_steps(plain, x, mem="90%")
 
 
 def test_views_of_what_then_lies_otherwise() -> None:
@@ -97,12 +102,7 @@ def test_views_of_what_then_lies_otherwise() -> None:
 
     torch.manual_seed(0)
     plain, x = Split(), torch.randn(16)
-    ours = fxremat.compile(copy.deepcopy(plain), mem="100%", search=QUICK)
-    for _ in range(2):
-        for model in (plain, ours):
-            model.zero_grad(set_to_none=True)
-            model(x)[0].backward()
-        assert equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+    assert_equal_steps(plain, x, mem="100%")
 
 
 def test_the_budget_holds_without_the_sums() -> None:
