@@ -4,13 +4,14 @@
                  tens of milliseconds
     computed     bytes of values by formulas, and workspaces from sizes that were measured before: below a millisecond
 
-Sizes are measured if they are much larger than all before, or if the workspace of an op is known only at sizes that are
-much larger or smaller, or where it did not grow with the operands, and at most with their square, at sizes before.
+Sizes are measured if they are much larger than all before. An op is run by itself if its workspace is known only at
+sizes that are much larger or smaller, or if at sizes before it grew otherwise than its operands, or than their square:
+so do convolutions, which take another algorithm for each size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -21,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from fxremat.cost.resized import FEW, resized
+from fxremat.cost.resized import FEW, resized, run_once
 from fxremat.device import kind_of
 from fxremat.errors import NotSymbolic
 from fxremat.graphs.accounting import (
@@ -33,6 +34,7 @@ from fxremat.graphs.accounting import (
     held_beside_copies,
     largest_tensor,
     outer_gradients,
+    output_position,
     rounded,
     unsplit,
 )
@@ -40,7 +42,7 @@ from fxremat.graphs.captured import Captured
 from fxremat.graphs.handed_in import layout, layout_of
 from fxremat.graphs.nodes import SYMBOLS, tensors_of
 from fxremat.graphs.symbolic import Dims, SymbolicGraph
-from fxremat.step.costs import Costs
+from fxremat.step.costs import Costs, OpCost
 from fxremat.step.step_graph import Op, Origin
 from fxremat.torch_private import real_tensors
 
@@ -93,6 +95,8 @@ class CostsAtSizes:
         # overwrites is not subtracted; and the bytes of each value
         self._work, self._own = np.zeros((0, ops), dtype=np.int64), np.zeros((0, ops), dtype=np.int64)
         self._values = np.zeros((0, values), dtype=np.int64)
+        # the largest of these for each op, of all sizes at which the whole graph was measured
+        self._most_work, self._most_own = np.zeros(ops, dtype=np.int64), np.zeros(ops, dtype=np.int64)
         # ops that had a workspace somewhere, or outputs that took more than their shapes need; how often these took at
         # most what was expected
         self._special, self._confirmed = np.zeros(ops, dtype=bool), np.zeros(ops, dtype=np.int64)
@@ -103,7 +107,7 @@ class CostsAtSizes:
         Raises `NotSymbolic`: a value is sparse, so that its size is not known from its shape.
         """
         counted = self._sizes.at(dims) if self._sizes is not None else None
-        return (self._computed(counted) if counted else None) or self._measure(dims, counted)
+        return (self._computed(dims, counted) if counted else None) or self._measure(dims, counted)
 
     @cached_property
     def _sizes(self) -> _Sizes | None:
@@ -133,31 +137,43 @@ class CostsAtSizes:
         others = values != self._held(counted.values)
         grown = [any(others[value] for value in op.writes) and not self._overwrites(op) for op in self._joint.ops]
         self._special = self._special | (own > FEW + bytes_of_floats(self._joint, self._device)) | np.array(grown, bool)
-        confirmed = [self._confirms(int(index), counted, own, values) for index in np.flatnonzero(self._special)]
+        self._most_work = np.maximum(self._most_work, counted.work)
+        self._most_own = np.maximum(self._most_own, own)
+        self._remember(np.flatnonzero(self._special), counted.work, own, values)
+
+    def _remember(self, special: Iterable[int], work: Ints, own: Ints, values: Ints) -> None:
+        """Remember what ops took, and whether measurements at similar sizes let expect it.
+
+        Args:
+            special: of the ops that were measured, those for which it is checked.
+            work: for each op, as in `_Counted`; -1 for ops that were not measured.
+        """
         self._confirmed = self._confirmed.copy()
-        self._confirmed[self._special] += np.array(confirmed, dtype=np.int64)
-        self._work = np.vstack([self._work[1 - MOST :], counted.work])
+        for index in special:
+            if (found := self._estimated(index, work[index])) is not None:
+                holds = own[index] <= found.own and all(values[value] <= size for value, size in found.outputs.items())
+                self._confirmed[index] += 1 if holds else -IRREGULAR
+        self._work = np.vstack([self._work[1 - MOST :], work])
         self._own = np.vstack([self._own[1 - MOST :], own])
         self._values = np.vstack([self._values[1 - MOST :], values])
 
-    def _confirms(self, index: int, counted: _Counted, own: Ints, values: Ints) -> int:
-        """Return 1 if an op took at most what measurements at similar sizes let expect, 0 without such measurements."""
-        if (found := self._estimated(index, counted.work[index])) is None:
-            return 0
-        holds = own[index] <= found[0] and all(values[value] <= size for value, size in found[1].items())
-        return 1 if holds else -IRREGULAR
+    def _computed(self, dims: Dims, counted: _Counted) -> SizedCosts | None:
+        """Return the costs as they follow from what was measured at other sizes; None if they do not.
 
-    def _computed(self, counted: _Counted) -> SizedCosts | None:
-        """Return the costs as they follow from what was measured at other sizes; None if they do not."""
-        if (counted.work > GROWTH * self._work.max(axis=0)).any():
+        Ops that need another workspace at each size are run, by themselves.
+        """
+        if (counted.work > GROWTH * self._most_work).any():
             return None
-        values, workspace = self._held(counted.values), self._own.max(axis=0)
-        for index in np.flatnonzero(self._special):
-            found = self._estimated(int(index), counted.work[index])
-            if found is None or (counted.work[index] and self._confirmed[index] < CONFIRMED):
+        special = map(int, np.flatnonzero(self._special))
+        taken = {index: self._expected(index, counted.work[index]) for index in special}
+        if unexpected := [index for index, each in taken.items() if each is None]:
+            taken |= self._run(unexpected, dims, counted.work)
+        values, workspace = self._held(counted.values), self._most_own.copy()
+        for index, each in taken.items():
+            if each is None:
                 return None
-            workspace[index], outputs = found
-            for value, size in outputs.items():
+            workspace[index] = each.own
+            for value, size in each.outputs.items():
                 values[value] = max(values[value], size)
         workspace -= self._overwritten(values)
         known, before = self._costs, self._measured_work
@@ -173,8 +189,38 @@ class CostsAtSizes:
             layouts=counted.layouts,
         )
 
-    def _estimated(self, index: int, now: int) -> tuple[int, dict[int, int]] | None:
-        """Return an op's workspace, and the bytes of its outputs, by measurements at similar sizes; None without any.
+    def _run(self, ops: Sequence[int], dims: Dims, work: Ints) -> dict[int, _Taken | None]:
+        """Return what ops took when they ran once by themselves; None for those that cannot."""
+        named = {node.name: node for node in self._symbolic.module.graph.nodes}
+        nodes = self._symbolic.ops_at([named[self._joint.nodes[index].name] for index in ops], dims)
+        costs = run_once(dict(zip(ops, nodes, strict=True)), self._device, self._costs.fresh)
+        found = {index: self._taken(index, cost) if cost else None for index, cost in costs.items()}
+        seen = np.full(len(self._joint.ops), -1)
+        own, values = np.zeros(len(seen), dtype=np.int64), np.zeros(len(self._joint.values), dtype=np.int64)
+        learning = [index for index in ops if self._confirmed[index] >= 0]
+        for index in learning:
+            if (each := found[index]) is not None:
+                seen[index], own[index] = work[index], each.own
+                values[[*each.outputs]] = [*each.outputs.values()]
+        if learning:
+            self._remember(learning, seen, own, values)
+        return found
+
+    def _taken(self, index: int, cost: OpCost) -> _Taken:
+        outputs = {}
+        for value in self._joint.ops[index].writes:
+            position = output_position(self._joint.shown[value], self._joint.nodes[index])
+            if position is not None and position < len(cost.outputs):
+                outputs[value] = held(cost.outputs[position], self._device)
+        own = held(cost.workspace, self._device) + bytes_of_floats(self._joint, self._device)
+        return _Taken(own, {} if self._overwrites(self._joint.ops[index]) else outputs)
+
+    def _expected(self, index: int, now: int) -> _Taken | None:
+        """Return what an op takes, if measurements at similar sizes let expect it, and have so before; else None."""
+        return self._estimated(index, now) if not now or self._confirmed[index] >= CONFIRMED else None
+
+    def _estimated(self, index: int, now: int) -> _Taken | None:
+        """Return what an op takes by measurements at similar sizes; None without any.
 
         Args:
             now: the bytes of the op's operands and results whose sizes may change.
@@ -185,7 +231,7 @@ class CostsAtSizes:
             return None
         growth = np.maximum(1.0, now / np.maximum(work[near], 1)) ** 2
         outputs = {value: int((self._values[near, value] * growth).min()) for value in self._joint.ops[index].writes}
-        return int((self._own[near, index] * growth).min()), outputs
+        return _Taken(int((self._own[near, index] * growth).min()), outputs)
 
     @cached_property
     def _measured_work(self) -> Ints:
@@ -209,6 +255,14 @@ class CostsAtSizes:
         """Return the bytes that the allocator counts for tensors of these sizes (`accounting.held`)."""
         kind, rest = kind_of(self._device), unsplit(self._device)
         return -(-sizes // kind.block) * kind.block + np.where(sizes > kind.unsplit, rest, 0)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """The bytes that an op takes."""
+
+    own: int  # its workspace, from which what it overwrites is not subtracted
+    outputs: Mapping[int, int]  # numbers of values -> their bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,11 +10,12 @@ The process remembers the results of these runs, for each environment (`cost.env
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import fx
 
 from fxremat.cost.devices import Device
 from fxremat.cost.environment import environment, name_of
@@ -52,7 +53,8 @@ def resized(joint: Captured, known: Captured, costs: Costs) -> Costs:
         for op in known.ops
         if grown[op.index] or by_op[op.index].workspace > FEW or not _as_shown(op, known, costs, device)
     ]
-    for index, cost in unprofiled(lambda: _run(joint, unknown, device, costs.fresh)).items():
+    nodes = {index: joint.nodes[index] for index in unknown}
+    for index, cost in run_once(nodes, device, costs.fresh).items():
         safe = cost or cost_of(joint.ops[index], joint, rough, safe=True)
         by_op[index] = replace(safe, seconds=by_op[index].seconds)
     return costs_from(joint, by_op, device, costs.fresh)
@@ -80,12 +82,20 @@ def _as_shown(op: Op, joint: Captured, costs: Costs, device: torch.device) -> bo
     return _overwrites(op, costs) or shown == [costs.sizes.values[value] for value in op.writes]
 
 
-def _run(joint: Captured, ops: list[int], device: torch.device, fresh: Set[int]) -> dict[int, OpCost | None]:
-    """Return the cost of each of these ops, from one run on made-up data; None for ops that cannot run on such data."""
+def run_once(ops: Mapping[int, fx.Node], device: torch.device, fresh: Set[int]) -> dict[int, OpCost | None]:
+    """Return the bytes that ops take, each from one run on made-up data; None for ops that cannot run on such data.
+
+    Args:
+        ops: the number of each op, and its node.
+        fresh: ops that must not overwrite an operand.
+    """
+    return unprofiled(lambda: _run(ops, device, fresh))
+
+
+def _run(ops: Mapping[int, fx.Node], device: torch.device, fresh: Set[int]) -> dict[int, OpCost | None]:
     where, found = name_of(environment(device)), {}
     with quiet_world(device):
-        for index in ops:
-            node = joint.nodes[index]
+        for index, node in ops.items():
             key = (where, op_key(node, fresh=index in fresh))
             if key not in _took and (cost := alone(node, device, timed=False, fresh=index in fresh)) is not None:
                 if len(_took) >= AT_MOST:

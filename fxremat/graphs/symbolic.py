@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from operator import floordiv
+from math import prod
+from operator import floordiv, mod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,8 +42,14 @@ if TYPE_CHECKING:
     # only for type checkers: torch imports sympy when it captures symbolic sizes
     import sympy
 
-QUICK: dict[str, Callable[..., Any]] = {"FloorDiv": floordiv, "Max": max, "Min": min}
+QUICK: dict[str, Callable[..., Any]] = {"FloorDiv": floordiv, "Mod": mod, "PythonMod": mod, "Max": max, "Min": min}
 """Functions in expressions of sizes, by the names of their classes, that Python computes faster than sympy."""
+OF_INTEGERS: dict[str, Callable[..., int | None]] = QUICK | {
+    "Add": lambda *numbers: sum(numbers),
+    "Mul": lambda *numbers: prod(numbers),
+    "Pow": lambda base, exponent: base**exponent if exponent >= 0 else None,
+}
+"""The same with those that sympy writes as operators; None for a result that may be no integer."""
 
 Dims = tuple[int, ...]
 Size = Any  # an integer expression of sympy, or the node of another symbolic number, such as a float
@@ -92,7 +99,7 @@ class Numbers:
 
         given = zip(symbols, dims, strict=True)
         self._given = {symbol: sympy.Integer(dim) for symbol, dim in given if symbol.is_Symbol}
-        self._known: dict[sympy.Expr, Any] = {}
+        self._known: dict[sympy.Expr, Any] = {symbol: int(dim) for symbol, dim in self._given.items()}
 
     def __call__(self, value: Any) -> Any:
         """Return the int, float or bool of a symbolic number; return other values, and data-dependent ones, unchanged.
@@ -128,8 +135,20 @@ class Numbers:
 
     def _value(self, expression: sympy.Expr) -> Any:
         if expression not in self._known:
-            self._known[expression] = expression.xreplace(self._given)
+            found = self._integer(expression)
+            self._known[expression] = expression.xreplace(self._given) if found is None else found
         return self._known[expression]
+
+    def _integer(self, expression: sympy.Basic) -> int | None:
+        """Return the value of an expression of integers, much faster than sympy; None for other expressions."""
+        if expression.is_Integer:
+            return int(expression)
+        if expression.is_Symbol:
+            return self._known.get(expression)
+        if not (function := OF_INTEGERS.get(type(expression).__name__)):
+            return None
+        numbers = [self._integer(argument) for argument in expression.args]
+        return None if None in numbers else function(*numbers)
 
 
 class SymbolicGraph:
@@ -226,27 +245,28 @@ class SymbolicGraph:
         with real_tensors():  # needed since partition functions are called within a fake tensor mode
             return read_joint(graph_module(self.module, self._graph_at(dims)), self._forward_outputs)
 
+    def ops_at(self, nodes: Iterable[fx.Node], dims: Dims) -> Sequence[fx.Node]:
+        """Return nodes of this graph at these sizes, in a graph of nothing else: what they read are its inputs.
+
+        O(number of these nodes). Raises `NotSymbolic` as `at`.
+        """
+        with real_tensors():
+            copies = _Copies(self.numbers(dims))
+            found = [copies.add(node) for node in nodes]
+            copies.graph.output(())
+            graph_module(self.module, copies.graph)
+        return found
+
     def _graph_at(self, dims: Dims) -> fx.Graph:
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        numbers = self.numbers(dims)
-        concrete = _Concrete(numbers)
-
-        def argument(node: fx.Node) -> Any:
-            return numbers.of(node) if is_size_node(node) else copies[node]
-
+        copies = _Copies(self.numbers(dims))
         for node in self.module.graph.nodes:
             if node.op == "output":
-                graph.output(fx.node.map_arg(tuple(self._without_sizes(node.args[0])), argument))
-                next(iter(reversed(graph.nodes))).meta = self._output_meta(node)
+                copies.graph.output(copies.arguments(tuple(self._without_sizes(node.args[0]))))
+                next(iter(reversed(copies.graph.nodes))).meta = self._output_meta(node)
             elif not is_size_node(node):
-                args, kwargs = fx.node.map_arg(node.args, argument), fx.node.map_arg(node.kwargs, argument)
-                made = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
-                made.meta = dict(node.meta)
-                if "val" in node.meta:
-                    made.meta["val"] = concrete(node.meta["val"])
-                copies[node] = made
-        graph.eliminate_dead_code()  # what only computed sizes, such as the condition of a check of sizes
-        return graph
+                copies.of[node] = copies.add(node)
+        copies.graph.eliminate_dead_code()  # what only computed sizes, such as the condition of a check of sizes
+        return copies.graph
 
     def as_captured(self, joint: Captured) -> Captured:
         """Return `joint`, a result of `at`, with the nodes of this symbolic graph; symbolic inputs have no gradient."""
@@ -277,6 +297,42 @@ class SymbolicGraph:
     def _output_meta(self, end: fx.Node) -> dict[str, Any]:
         described = end.meta.get("desc")
         return dict(end.meta) | ({"desc": self._without_sizes(described)} if described else {})
+
+
+class _Copies:
+    """Copies nodes with symbolic sizes into a graph at particular sizes.
+
+    Attributes:
+        graph: the graph of the copies.
+        of: nodes -> the copies that others read. What is missing there becomes an input, or is read from the module.
+    """
+
+    def __init__(self, numbers: Numbers) -> None:
+        self.graph, self.of = fx.Graph(), dict[fx.Node, fx.Node]()
+        self._numbers, self._concrete = numbers, _Concrete(numbers)
+
+    def add(self, node: fx.Node) -> fx.Node:
+        """Return a copy of a node, which reads copies."""
+        return self._make(node, node.op, node.target, *self.arguments((node.args, node.kwargs)))
+
+    def arguments(self, given: Any) -> Any:
+        """Return arguments with numbers for nodes that are sizes, and copies for the other nodes."""
+        return fx.node.map_arg(given, self._argument)
+
+    def _argument(self, node: fx.Node) -> Any:
+        if is_size_node(node):
+            return self._numbers.of(node)
+        if node not in self.of:
+            attribute = node.op == "get_attr"
+            self.of[node] = self.add(node) if attribute else self._make(node, "placeholder", node.name)
+        return self.of[node]
+
+    def _make(self, node: fx.Node, op: str, target: Any, args: Any = (), kwargs: Any = None) -> fx.Node:
+        made = self.graph.create_node(op, target, args, kwargs, name=node.name)
+        made.meta = dict(node.meta)
+        if "val" in node.meta:
+            made.meta["val"] = self._concrete(node.meta["val"])
+        return made
 
 
 class _Concrete:

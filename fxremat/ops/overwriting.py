@@ -8,6 +8,9 @@ own.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from itertools import accumulate, islice
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +38,25 @@ def overwrite_where_alike(target: Any, place: int, *args: Any, **kwargs: Any) ->
         place: the index of the operand in `args`.
     """
     operand: torch.Tensor = args[place]
-    whole = operand.untyped_storage().nbytes() == operand.nbytes
-    if whole and _alike(target, place, tuple(map(_Layout.of, args)), tuple(kwargs.items())):
+    alone = operand.untyped_storage().nbytes() == operand.nbytes
+    if alone and _result_lies_as(operand, target, place, args, kwargs):
         target, args, kwargs = overwriting(target, place, args, kwargs)
     return target(*args, **kwargs)
+
+
+def _result_lies_as(operand: torch.Tensor, target: Any, place: int, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a new result would have the layout of the operand.
+
+    A pointwise op gives what is contiguous the strides of `torch.empty`, also where a size is 1 and any would do.
+    """
+    layouts = tuple(map(_Layout.of, args))
+    if operand.is_contiguous():
+        strides = accumulate((max(1, size) for size in operand.shape[:0:-1]), mul, initial=1)
+        if operand.stride()[::-1] != (*islice(strides, operand.dim()),):
+            return False
+        if {each for each in layouts if isinstance(each, _Layout)} == {layouts[place]}:
+            return True
+    return _alike(target, place, layouts, tuple(kwargs.items()))
 
 
 @functools.lru_cache(maxsize=4096)

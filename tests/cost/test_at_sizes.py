@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
@@ -9,6 +10,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fxremat.cost.at_sizes import CostsAtSizes, SizedCosts
+from fxremat.cost.at_sizes import IRREGULAR, CostsAtSizes, SizedCosts
 from fxremat.cost.measure import measure
 from fxremat.cost.resized import resized
 from fxremat.graphs.symbolic import Dims, SymbolicGraph
@@ -43,15 +45,34 @@ def rows(sizes: tuple[int, int]) -> Mapping[str, Tensor]:
     return {"some": torch.randn(sizes[0], 16), "others": torch.randn(sizes[1], 16)}
 
 
+class Attention(nn.Module):
+    """Attention whose workspace on the CPU follows the length, and not the bytes of what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.inner(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.mse_loss(self.outer(y.transpose(1, 2).flatten(2)), x)
+
+
+def sequences(sizes: tuple[int, int]) -> Mapping[str, Tensor]:
+    return {"x": torch.randn(*sizes, 16)}
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Mapping[str, Tensor]]]] = {
     "encoder": (Encoder, text),
     "conv": (ConvNet, pictures),
     "parts": (Parts, rows),
+    "attention": (Attention, sequences),
 }
 SIZES = {
     "encoder": [*product(range(4, 20), range(16, 64))],
     "conv": [*product(range(2, 5), range(12, 24))],
     "parts": [*product(range(4, 20), range(16, 64))],
+    "attention": [*product(range(4, 16), range(16, 64, 2))],
 }
 
 
@@ -108,3 +129,23 @@ def test_few_sizes_are_measured(name: str, counted: list[Dims]) -> None:
     counted.clear()
     costs.at((40, 128))
     assert counted == [(40, 128)], "sizes much larger than all before are measured"
+
+
+def test_ops_that_need_another_workspace_at_each_size_are_run_by_themselves(
+    counted: list[Dims], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = list[int]()
+    ops_at = SymbolicGraph.ops_at
+    monkeypatch.setattr(
+        SymbolicGraph, "ops_at", lambda graph, nodes, dims: run.append(len(nodes)) or ops_at(graph, nodes, dims)
+    )
+    costs = copy(costs_of("attention")[0])
+    costs.at((16, 64))
+    counted.clear()
+    attention = np.array(["attention" in op.target for op in costs._joint.ops])
+    costs._confirmed = np.where(attention, -IRREGULAR, costs._confirmed)  # as one measurement above the rest lets it be
+    for sizes in random.Random(0).sample(SIZES["attention"], 200):
+        costs.at(sizes)
+    assert not counted, "the whole graph is made again at sizes that are smaller"
+    assert max(run) > attention.sum()
+    assert run[-50:].count(attention.sum()) > 45, "ops whose workspace can be foreseen are run again"

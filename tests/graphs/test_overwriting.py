@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def run(op: Any, first: Tensor, *rest: Any, swapped: bool = False, **options: An
 
 def assert_alike(ours: Tensor, theirs: Tensor) -> None:
     assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
-    assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+    assert ours.numpy().tobytes() == theirs.numpy().tobytes()
 
 
 @pytest.mark.parametrize("op", [op for op in METHODS if not isinstance(op, Collective)], ids=str)
@@ -146,3 +147,28 @@ def test_what_was_known_for_one_layout_is_not_taken_for_another() -> None:
     assert_alike(ours, theirs)
     ours, theirs = run(aten.add.Tensor, numbers(4, 6), numbers(4, 6, seed=1).double())
     assert_alike(ours, theirs)
+
+
+SHAPES = [(4, 6), (1, 6), (6, 1), (1, 1), (2, 1, 3), (2, 3, 1, 1), (0, 3), (3, 0), (5,), ()]
+
+
+def layouts(tensor: Tensor) -> Iterator[Tensor]:
+    """Copies of a tensor: contiguous, with dimensions in reverse order, and with other strides where a size is 1."""
+    yield tensor.clone()
+    yield tensor.new_empty(tensor.shape[::-1]).permute([*range(tensor.dim())[::-1]]).copy_(tensor)
+    odd = [stride if size > 1 else 7 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    yield tensor.clone().as_strided(tensor.shape, odd)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("op", [op for op in (*METHODS, *BACKWARDS) if not isinstance(op, Collective)], ids=str)
+def test_a_result_has_the_layout_that_was_captured(op: Any, shape: tuple[int, ...]) -> None:
+    for first, second in product(layouts(numbers(*shape)), layouts(numbers(*shape, seed=1))):
+        rest = [] if op is aten.neg.default else [second] if op in METHODS else arguments_of(op, second)
+        assert_alike(*run(op, first, *rest))
+
+
+def test_an_op_of_contiguous_operands_is_not_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxremat.ops.overwriting._alike", lambda *_: pytest.fail("it is tried on meta tensors"))
+    for op in BACKWARDS:
+        assert_alike(*run(op, numbers(3, 4, 5), *arguments_of(op, numbers(3, 4, 5))))

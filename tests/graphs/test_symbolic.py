@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from operator import add, mul, sub
 from typing import Any
 
 import pytest
+import sympy
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fxremat.graphs.captured import Captured
+from fxremat.graphs.op_key import op_key
 from fxremat.graphs.symbolic import (
     NotSymbolic,
     Numbers,
@@ -155,6 +160,41 @@ def test_numbers_at_sizes() -> None:
     assert numbers(rows < columns) is False
     for other in (3, 2.5, None, "name", True):
         assert numbers(other) is other
+
+
+ARITHMETIC: Sequence[Callable[[Any, Any], Any]] = [
+    add,
+    sub,
+    mul,
+    lambda one, other: one // (other * other + 1),
+    lambda one, other: (one * one) % (other * other + 1),
+]
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_number_is_what_sympy_says(data: st.DataObject) -> None:
+    sizes: list[Any] = symbols_of(7)
+    for _ in range(data.draw(st.integers(1, 6))):
+        one, other = (data.draw(st.sampled_from([*sizes, 2, 3])) for _ in range(2))
+        sizes.append(data.draw(st.sampled_from(ARITHMETIC))(one, other))
+    sizes.append(torch.sym_max(sizes[-1], sizes[0]))
+    dims = data.draw(st.tuples(st.integers(1, 99), st.integers(1, 99)))
+    given = dict(zip(map(expression_of, sizes[:2]), map(sympy.Integer, dims), strict=True))
+    numbers = Numbers([*given], dims)
+    symbolic = [size for size in sizes if isinstance(size, torch.SymInt)]
+    assert [*map(numbers, symbolic)] == [int(expression_of(size).xreplace(given)) for size in symbolic]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_op_at_sizes_is_that_of_the_graph_there(name: str) -> None:
+    sizes = CASES[name][3][0]
+    _, graph = captured_once(name)
+    dims = sizes[: len(graph.inputs)]
+    joint, by_name = graph.at(dims), {node.name: node for node in graph.module.graph.nodes}
+    for count in (1, len(joint.nodes)):
+        found = graph.ops_at([by_name[node.name] for node in joint.nodes[-count:]], dims)
+        assert [*map(op_key, found)] == [*map(op_key, joint.nodes[-count:])]
 
 
 def test_an_input_whose_size_follows_from_others_is_left_out() -> None:
