@@ -2,8 +2,9 @@
 
 For such an output autograd has no gradient; AOTAutograd passes zeros, and the backward adds what it computes from these
 to other gradients. A sum with zeros has the same numbers, but perhaps another memory layout, in which later sums round
-otherwise than those of eager PyTorch, which adds nothing. Only such sums are left out: all else takes the memory of the
-plan. What depends on no other gradient than these is zero, since a backward is linear in the gradients that it gets.
+otherwise than those of eager PyTorch, which adds nothing. Only sums that may have another are left out: all else takes
+the memory of the plan. What depends on no other gradient than these is zero, since a backward is linear in the
+gradients that it gets.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.graphs.handed_in import handed_in
 from fxremat.graphs.nodes import tangents_in
 from fxremat.graphs.symbolic import same_size
 from fxremat.ops.overwriting import overwrite_where_alike
@@ -37,11 +39,15 @@ def without_tangents(module: fx.GraphModule, unused: Set[str]) -> fx.GraphModule
     tangents = tangents_in(graph)
     given = depending_on(graph, {node for node in tangents if node.name not in unused})
     zero = depending_on(graph, {node for node in tangents if node.name in unused}) - given
+    # the zeros of a gradient with dimensions are contiguous, whatever layout was traced
+    unlike_traced = zero & depending_on(graph, handed_in(graph))
     terms, changed = dict[fx.Node, fx.Node](), set[fx.Node]()
     for node in graph.nodes:
         term = _only_term(node, zero)
-        if term is not None and (term in changed or _lies_otherwise(term, node)):
-            terms[node] = term
+        if term is not None:
+            lies_otherwise = term in changed or _lies_otherwise(term, node)
+            if lies_otherwise or not unlike_traced.isdisjoint(node.all_input_nodes):
+                terms[node] = term
         if node in terms or not changed.isdisjoint(node.all_input_nodes):
             changed.add(node)
     if not terms or any(node.target is aten.as_strided.default for node in changed):

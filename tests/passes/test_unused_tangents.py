@@ -105,6 +105,28 @@ def test_views_of_what_then_lies_otherwise() -> None:
     assert_equal_steps(plain, x, mem="100%")
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+def test_zeros_that_lie_otherwise_than_the_output_that_got_no_gradient(breaks: bool) -> None:
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(16, 16), nn.Parameter(torch.randn(16))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            x = self.linear(x)
+            if breaks:
+                torch._dynamo.graph_break()
+            y = x.transpose(1, 2)
+            y = y * y.mean(-1, keepdim=True)
+            return y, y * self.scale
+
+    torch.manual_seed(0)
+    plain, x = Transposed(), torch.randn(4, 16, 16)
+    ours = fxremat.compile(copy.deepcopy(plain), mem="100%", search=QUICK)
+    for _ in range(3):
+        assert equal(gradients(ours, x, (1,)), gradients(plain, x, (1,)))
+
+
 def test_the_budget_holds_without_the_sums() -> None:
     torch.manual_seed(0)
     ours, x = fxremat.compile(Heads(), mem="100%", search=QUICK), torch.randn(2, 4, 16, 8)
@@ -173,7 +195,13 @@ def test_a_graph_that_adds_nothing_for_them_stays_as_it_is() -> None:
     assert without_tangents(module, {"tangents_1"}) is not None
     assert without_tangents(module, set()) is None
     assert without_tangents(module, {"tangents_1", "tangents_2"}) is None
-    alike = graph_of(lambda call, a, b: (call(aten.add.Tensor, (a, b)),), "tangents_1", "tangents_2")
+    alike = graph_of(
+        lambda call, *losses: (call(aten.add.Tensor, tuple(call(aten.expand.default, (x, [4, 4])) for x in losses)),),
+        "tangents_1",
+        "tangents_2",
+    )
+    for node in alike.graph.find_nodes(op="placeholder"):
+        node.meta["val"] = torch.zeros(())
     assert without_tangents(alike, {"tangents_1"}) is None, "with the zeros it lies as without them"
     strided = graph_of(
         lambda call, a, b: (
