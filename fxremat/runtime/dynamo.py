@@ -363,7 +363,7 @@ class Backend:
         known = self.options.loss_seen
         shares = 1 if known is None or known.peak is None else known.peak
         planned = self.options.loss_outside.size or math.ceil(loss.assumed * shares)
-        stays = loss.held + loss.early
+        stays = max(0, loss.held) + loss.early
         peak = planned if loss.peak is None else loss.peak if loss.exact else max(loss.peak, planned)
         beside = held_beside_copies(plan.captured, device_of(plan.captured))
         predicted = plan.peak_with_loss(peak + loss.early, stays + beside)

@@ -136,9 +136,9 @@ class LossMeter:
             self._watch(node, known, leaves, meter)
             return meter is not None
 
-        def tell(_: Any) -> None:
+        def tell(gradients: Sequence[Tensor | None]) -> None:
             handle.remove()
-            if (now := levels_of(device)) is None:
+            if (now := levels_of(device)) is None or _is_differentiated_elsewhere(gradients):
                 return
             (start, top), (level, highest) = before, now
             exact = highest > top
@@ -176,8 +176,11 @@ class LossMeter:
             if call == self.calls and (alive := begins()) is not None:
                 early[0] = _early(alive, [leaf for leaf in (each() for each in watched) if leaf is not None])
 
-        def reached(_: Any) -> None:
+        def reached(gradients: Sequence[Tensor | None]) -> None:
             handle.remove()
+            if _is_differentiated_elsewhere(gradients):
+                self._unwatch()
+                return
             if meter is not None and meter.measures_loss and meter.is_here:
                 reaches_backward.append(meter.border(in_backward=True))
                 return
@@ -212,6 +215,14 @@ class LossMeter:
         stop, self._stop = self._stop, None
         if stop is not None:
             stop()
+
+
+def _is_differentiated_elsewhere(gradients: Sequence[Tensor | None]) -> bool:
+    """Tell whether the step gets no gradient, since it has run again before its backward, which is not the loss's.
+
+    See `runtime.auxiliary_outputs`.
+    """
+    return all(gradient is None for gradient in gradients)
 
 
 def _recorder(inputs: Sequence[Any]) -> Recorded | None:
