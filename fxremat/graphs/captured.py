@@ -65,12 +65,12 @@ class Captured(StepGraph):
     def outputs_needed(self) -> tuple[frozenset[int | None], ...]:
         """For each output of the backward, the indices of the forward outputs whose gradients it depends on.
 
-        None among them stands for the gradient of something else, such as the base of several views.
+        None among them stands for the gradient of something else, such as an input that is written to.
         """
         needed: dict[fx.Node, frozenset[int | None]] = {}
         for node in self.module.graph.nodes:
             if node in self.tangent_nodes:
-                needed[node] = frozenset([getattr(_output_of(node), "idx", None)])
+                needed[node] = frozenset([_index_of(node)])
             else:
                 needed[node] = frozenset().union(*(needed[parent] for parent in node.all_input_nodes))
         return tuple(
@@ -80,7 +80,7 @@ class Captured(StepGraph):
     @cached_property
     def tangent_names(self) -> dict[int, str]:
         """For each forward output that gets a gradient, the name of the placeholder of that gradient."""
-        places = [getattr(_output_of(node), "idx", None) for node in self.tangent_nodes]
+        places = map(_index_of, self.tangent_nodes)
         pairs = zip(places, self.tangent_nodes, strict=True)
         return {place: node.name for place, node in pairs if place is not None}
 
@@ -116,6 +116,16 @@ class Captured(StepGraph):
 def _output_of(tangent: fx.Node) -> Any:
     """Return AOTAutograd's description of the output that a tangent is the gradient of; None if it has none."""
     return getattr(tangent.meta.get("desc"), "output", None)
+
+
+def _index_of(tangent: fx.Node) -> int | None:
+    """Return the index of the output that a tangent is the gradient of; None if it is that of something else.
+
+    For the base of several outputs, which are views of it, this is one of them.
+    """
+    output = _output_of(tangent)
+    index: int | None = getattr(getattr(output, "base_of", output), "idx", None)
+    return index
 
 
 def _has_places(tensor: torch.Tensor) -> bool:

@@ -29,17 +29,19 @@ def telling_unused(step: Callable[..., Sequence[Any]], trained: Sequence[int]) -
     """Wrap a compiled step, so that its backward learns which of the trained outputs got no gradient.
 
     Args:
-        trained: indices of the outputs that require grad. Outputs that AOTAutograd makes outside of the step, as
-            views of another output, count as used.
+        trained: indices of the outputs that require grad. Of several that AOTAutograd makes outside of the step, as
+            views of one tensor, all count as used if one is.
     """
 
     def call(*inputs: Any) -> Sequence[Any]:
         outputs = step(*inputs)
-        places: dict[Any, dict[int, int]] = {}
+        places: dict[Any, dict[int, list[int]]] = {}
         for position in trained:
-            node = outputs[position].grad_fn
-            if node is not None and is_compiled_backward(node):
-                places.setdefault(node, {})[outputs[position].output_nr] = position
+            output = outputs[position]
+            if output._base is not None and not is_compiled_backward(output.grad_fn):
+                output = output._base
+            if is_compiled_backward(output.grad_fn):
+                places.setdefault(output.grad_fn, {}).setdefault(output.output_nr, []).append(position)
         for node, positions in places.items():
             node.register_prehook(partial(_remember, positions))
         return outputs
@@ -47,8 +49,10 @@ def telling_unused(step: Callable[..., Sequence[Any]], trained: Sequence[int]) -
     return call
 
 
-def _remember(positions: dict[int, int], gradients: Sequence[Tensor | None]) -> None:
-    _seen.unused = frozenset(position for place, position in positions.items() if gradients[place] is None)
+def _remember(positions: dict[int, list[int]], gradients: Sequence[Tensor | None]) -> None:
+    _seen.unused = frozenset(
+        position for place, shared in positions.items() if gradients[place] is None for position in shared
+    )
 
 
 def unused_outputs() -> frozenset[int]:

@@ -331,6 +331,39 @@ def test_what_only_unused_outputs_depend_on_gets_no_gradient(used: tuple[int, ..
     assert [head.weight.grad is not None for head in module.heads] == [k in used for k in (0, 1)]  # type: ignore[union-attr, operator]
 
 
+class Views(nn.Module):
+    """An output, and two that are views of one value; its base may be one of them."""
+
+    def __init__(self, base: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.base = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), base
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first = self.first(x)
+        second = self.second(first)
+        return first.sin(), second[:, ::2], second if self.base else second[:, 1:]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("base", [False, True])
+def test_what_only_unused_views_depend_on_gets_no_gradient(base: bool, breaks: bool) -> None:
+    class Broken(Views):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            x = x.cos()
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    def body(model: nn.Module, x: Tensor) -> None:
+        for used in ((0,), (0, 1), (2,), (0, 1, 2), (0,)):
+            model.zero_grad(set_to_none=True)
+            outputs = model(x)
+            sum(outputs[place].square().sum() for place in used).backward()
+
+    make = Broken if breaks else Views
+    module = assert_as_plain(lambda: make(base), rows(), body=body, mem="100%")
+    assert module.second.weight.grad is None
+
+
 def test_unused_outputs_are_told_apart_between_steps() -> None:
     def body(model: nn.Module, x: Tensor) -> None:
         first, second = model(x), model(x)
