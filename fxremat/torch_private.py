@@ -2013,6 +2013,7 @@ def versions_of(values: Sequence[Any]) -> list[int | None]:
     return [value._version if isinstance(value, kind) else None for value in values]
 
 
+@functools.cache
 def cpu_name() -> str:
     """Return the processor's name if /proc/cpuinfo has one, else its architecture."""
     import platform

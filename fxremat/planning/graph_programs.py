@@ -89,9 +89,10 @@ class SizedPrograms:
         """
         bytes_of = sized.costs.sizes.values
         at = partial(AtOtherSizes, costs=sized.costs, copies=sized.copies, held=sized.held)
+        found = at(programs)
         return cls(
-            programs=at(programs),
-            keep_all=at([keep_all])[0],
+            programs=found,
+            keep_all=found[0] if programs[0] is keep_all else at([keep_all])[0],
             inputs={value: bytes_of[value] for value in map(graph.value_of.get, graph.primals) if value is not None},
             largest=sized.largest,
             layouts=sized.layouts,
