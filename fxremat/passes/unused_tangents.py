@@ -60,16 +60,24 @@ def without_tangents(module: fx.GraphModule, unused: Set[str]) -> fx.GraphModule
     written = {storage(node) for node in graph.nodes if node not in gone and _overwritten(node) is not None}
     for node, term in terms.items():
         zeros = [each for each in node.all_input_nodes if each is not term]
-        if written.isdisjoint((storage(node), storage(term))):
-            node.target, node.args = beside, (term, *zeros)
-        else:
+        in_place = _overwritten(node) is not None
+        if not written.isdisjoint((storage(node), storage(term))):
             node.target, node.args = aten.clone.default, (term,)
+        else:
+            node.target, node.args = beside if in_place else copied_beside, (term, *zeros)
     return fx.GraphModule(module, graph)
 
 
 def beside(term: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """Return the first tensor; until then a graph holds the second one too, as where it adds both."""
+    """Return the first tensor; until then a graph holds the second one too, as where it adds both in place."""
     return term
+
+
+def copied_beside(term: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the first tensor, which takes the memory of a sum; the tensor itself if a copy lies otherwise.
+    """
+    copy = term.clone()
+    return copy if copy.stride() == term.stride() else term
 
 
 def _only_term(node: fx.Node, zero: Set[fx.Node]) -> fx.Node | None:
