@@ -791,6 +791,14 @@ def any_batched(values: Iterable[Any]) -> bool:
     return any(known.is_legacy_batchedtensor(x) or known.is_batchedtensor(x) for x in given)
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor belongs to a transform of torch.func, and so has no storage.
+
+    `torch._C._functorch.is_functorch_wrapped_tensor` (torch 2.11, 2.13). Dynamo leaves some alive.
+    """
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def is_compiling() -> bool:
     """Tell whether dynamo is compiling a function now: `torch._guards.CompileContext` (torch 2.11, 2.13)."""
     return torch._guards.CompileContext.current_compile_id() is not None
@@ -1788,12 +1796,11 @@ def forget_history(graph: fx.Graph) -> None:
     """Release the autograd history of the example values of dynamo's graph, with the tensors it keeps alive.
 
     `meta["example_value"]` is a fake tensor with a history, whose nodes keep real tensors of the numbers in the code
-    (torch 2.13, 2.14, 2.15). Values inside of a transform of torch.func cannot be detached outside of it, and stay
-    (`torch._C._functorch.is_functorch_wrapped_tensor`; torch 2.11, 2.13).
+    (torch 2.13, 2.14, 2.15). Values inside of a transform of torch.func cannot be detached outside of it, and stay.
     """
     for node in graph.nodes:
         value = node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if not isinstance(value, torch.Tensor) or is_transformed(value):
             continue
         if value.grad_fn is not None:
             node.meta["example_value"] = value.detach().requires_grad_()

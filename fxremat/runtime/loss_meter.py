@@ -30,6 +30,7 @@ from fxremat.torch_private import (
     current_node,
     is_compiled_backward,
     is_node_of,
+    is_transformed,
     roots_of_backward,
     sequence_number,
     storage_of,
@@ -272,7 +273,9 @@ def made_from(node: Any) -> Iterator[Tensor]:
     """
     leads = {node: True}
     for each in gc.get_objects():
-        if type(each) is not Tensor or each.layout is not torch.strided or each.grad_fn is None:
+        if type(each) is not Tensor or is_transformed(each):
+            continue
+        if each.layout is not torch.strided or each.grad_fn is None:
             continue
         if each.untyped_storage().nbytes() > each.element_size() and _leads(each.grad_fn, leads):
             yield each

@@ -488,6 +488,26 @@ def test_what_is_computed_from_the_model_s_own_loss_is_within_the_budget(name: s
         assert peak_bytes(step) <= compiled.plan.budget
 
 
+def test_tensors_of_transforms_that_dynamo_left_alive_are_no_part_of_a_loss() -> None:
+    """They have no storage, and the look at what Python holds meets them."""
+
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return -torch.func.grad(lambda place: self.energy(place).sum())(x)  # type: ignore[no-any-return]
+
+    x = torch.randn(16, 3)
+    model = Force()
+    ours = fxremat.compile(copy.deepcopy(model), mem="100%", search=Search(progress=False))
+    with torch.profiler.profile():
+        for each in (model, ours):
+            F.mse_loss(each(x), x).backward()
+    assert unequal(gradients_of(ours), gradients_of(model)) == []
+
+
 def test_a_forward_without_a_backward_is_freed_at_once() -> None:
     compiled = fxremat.compile(_Deep(), mem="100%", **FAST)
     out = compiled(torch.randn(512, 64))
