@@ -14,6 +14,7 @@ drop their saved tensors, starting with those whose backward comes last.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
@@ -94,6 +95,7 @@ class Coordinator:
         self._unsettled, self._in_vain = SETTLED, 0
         self._told_of_profiler = False
         self._ignores_next = False
+        self._may_have_litter = True  # tensors of a step that failed, perhaps another model's, may be in cycles
 
     @property
     def plan(self) -> PlanOfGraphs | None:
@@ -152,6 +154,9 @@ class Coordinator:
         self.steps += 1
         ignored, self._ignores_next = self._ignores_next, False
         measured = self._unsettled > 0 and self._in_vain < MOST_IN_VAIN and not ignored
+        if measured and self._may_have_litter:
+            self._may_have_litter = False
+            gc.collect()  # what Python freed within the step would be subtracted from what the step takes
         meter = meter_of(self.device, peaks=measured)
         if measured and isinstance(meter, Unmeasured) and is_profiled_by_others():
             measured = False  # later steps are measured instead
@@ -180,6 +185,7 @@ class Coordinator:
         """
         if (step := self._step) is None:
             return
+        self._may_have_litter = True
         for call in step.calls[before:]:
             call.free()
         if before:

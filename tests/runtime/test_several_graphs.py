@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
 import logging
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -1000,3 +1002,40 @@ def test_of_a_model_without_graphs_only_one_thing_is_told(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING), pytest.warns(UserWarning, match="no part of Depths .* stops at .*random"):
         compiled(rows()).backward()
     assert "is trained as several graphs" not in caplog.text
+
+
+class Cycle:
+    """An object that only the cyclic collector frees, with a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.own, self.tensor = self, tensor
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_what_a_step_that_failed_left_behind_is_not_freed_within_a_measured_one(failing: bool) -> None:
+    """It would be subtracted from what that step takes."""
+    alive, fails = list[bool](), [False]
+
+    def between(number: int, x: Tensor) -> Tensor:
+        if fails[0]:
+            raise ValueError
+        if number == 0:
+            alive.append(litter() is not None)
+        return x
+
+    def leave() -> weakref.ref[Cycle]:
+        return weakref.ref(Cycle(torch.empty(1000, dtype=torch.uint8)))
+
+    ours, x = fxremat.compile(Broken(between), mem="min", search=QUICK), rows(256)
+    litter = leave()
+    ours(x).backward()
+    gc.disable()
+    try:
+        litter, fails[0] = leave(), failing
+        with pytest.raises(ValueError) if failing else contextlib.nullcontext():
+            ours(x)
+        fails[0] = False
+        ours(x).backward()
+    finally:
+        gc.enable()
+    assert alive[-1] is not failing
