@@ -37,7 +37,7 @@ from fxremat.passes.numbers import copy_views_by_number, keep_checks, refuse_sym
 from fxremat.passes.recurrent import sum_recurrent_gradients
 from fxremat.passes.seeded_dropout import draw_from_seeds
 from fxremat.passes.sharding import share
-from fxremat.passes.tangents import reshape_gradients
+from fxremat.passes.tangents import copy_gradients_of_other_layouts, reshape_gradients
 from fxremat.passes.triton_kernels import launch_as_ops
 
 log = logging.getLogger("fxremat.passes")
@@ -79,6 +79,7 @@ PASSES: Mapping[str, Pass] = {
         launch_as_ops,
         drop_running_statistics,
         reshape_gradients,
+        copy_gradients_of_other_layouts,
         sum_recurrent_gradients,
         lay_out_gradients,
         drop_as_eager,
@@ -96,13 +97,14 @@ _FIRST = (
     *("share", "wait_at_once", "drop_detach", "launch_as_ops", "drop_running_statistics", "reshape_gradients"),
     *("sum_recurrent_gradients", "lay_out_gradients"),
 )
+_FOR_SINGLE_OPS = ("copy_gradients_of_other_layouts", "drop_as_eager")
 _NUMBERS = ("keep_checks", "copy_views_by_number")
 _FOR_REGIONS = (*_NUMBERS, "convolve_channels_last", "halve", "note_overwriting")
 _GRAPHS_OF_OTHERS = ("wait_at_once", "drop_detach", "drop_running_statistics")
 _AS_GIVEN = (*_GRAPHS_OF_OTHERS, *_NUMBERS, "launch_as_ops")
 PIPELINES: Mapping[str, tuple[str, ...]] = {
-    "any device": (*_FIRST, "drop_as_eager", *_NUMBERS, "note_overwriting"),
-    "eager": (*_FIRST, "drop_as_eager", *_NUMBERS, "halve_exactly", "note_overwriting"),
+    "any device": (*_FIRST, *_FOR_SINGLE_OPS, *_NUMBERS, "note_overwriting"),
+    "eager": (*_FIRST, *_FOR_SINGLE_OPS, *_NUMBERS, "halve_exactly", "note_overwriting"),
     "inductor": (*_FIRST, "drop_as_eager", *_FOR_REGIONS),
     "as given": (*_AS_GIVEN, "halve_exactly"),
     "as given, measured": (*_AS_GIVEN, "halve_exactly", "note_overwriting"),

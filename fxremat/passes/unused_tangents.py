@@ -20,7 +20,7 @@ from fxremat.graphs.nodes import tangents_in
 from fxremat.graphs.symbolic import same_size
 from fxremat.ops.overwriting import overwrite_where_alike
 from fxremat.passes.in_place import depending_on
-from fxremat.passes.tangents import VIEWS
+from fxremat.passes.tangents import AS_TRACED, VIEWS
 from fxremat.torch_private import copied
 
 aten = torch.ops.aten
@@ -48,9 +48,10 @@ def without_tangents(module: fx.GraphModule, unused: Set[str]) -> fx.GraphModule
             lies_otherwise = term in changed or _lies_otherwise(term, node)
             if lies_otherwise or not unlike_traced.isdisjoint(node.all_input_nodes):
                 terms[node] = term
-        if node in terms or not changed.isdisjoint(node.all_input_nodes):
+        reads_changed = node.target is not aten.contiguous.default and not changed.isdisjoint(node.all_input_nodes)
+        if node in terms or reads_changed:
             changed.add(node)
-    if not terms or any(node.target is aten.as_strided.default for node in changed):
+    if not terms or any(node.target in AS_TRACED for node in changed):
         return None
     for node in changed:
         if node.target in VIEWS:

@@ -37,8 +37,8 @@ Rule = Callable[[fx.Node, int], Iterator[Way]]
 _RULES: dict[str, Rule] = {}
 
 POINTWISE = {  # pointwise ops without torch's `pointwise` tag
-    *("_to_copy", "clone", "detach", "alias", "native_dropout_backward", "masked_fill", "lift_fresh_copy"),
-    *("full_like", "zeros_like", "ones_like", "empty_like"),
+    *("_to_copy", "clone", "contiguous", "detach", "alias", "native_dropout_backward", "masked_fill"),
+    *("lift_fresh_copy", "full_like", "zeros_like", "ones_like", "empty_like"),
 }
 VIEWS = {
     *("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten"),

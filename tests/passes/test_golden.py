@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from benchmarks.capture import joint_graph
@@ -78,6 +79,7 @@ MODELS: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "drop_detach": lambda m, x, _: (m.linear(x).relu() * m.linear(x).detach()).sum(),
     "drop_running_statistics": lambda m, x, _: m.norm(m.linear(x)).sum(),
     "reshape_gradients": lambda m, x, _: m.linear(x).view(12),
+    "copy_gradients_of_other_layouts": lambda m, x, _: F.group_norm(m.linear(x), 3),
     "lay_out_gradients": lambda m, x, _: m.convolution(channels_last(x)).sum(),
     "halve_exactly": lambda m, x, _: m.norm(m.linear(x)).sum(),
     "drop_as_eager": lambda m, x, _: m.drop_all(m.dropout(m.linear(x))).sum(),
