@@ -1,10 +1,9 @@
 """Removal of sums with the gradients of outputs that nobody differentiates, which are zeros, from a backward graph.
 
 For such an output autograd has no gradient; AOTAutograd passes zeros, and the backward adds what it computes from these
-to other gradients. A sum with zeros has the same numbers, but perhaps another memory layout, in which later sums round
-otherwise than those of eager PyTorch, which adds nothing. Only sums that may have another are left out: all else takes
-the memory of the plan. What depends on no other gradient than these is zero, since a backward is linear in the
-gradients that it gets.
+to other gradients. Eager PyTorch adds nothing. A sum with zeros may have another memory layout, in which later sums
+round otherwise; and it is NaN where a derivative is infinite, as that of a square root at 0. So such sums are left out.
+What depends on no other gradient than these is zero, or NaN, since a backward is linear in the gradients that it gets.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def without_tangents(module: fx.GraphModule, unused: Set[str]) -> fx.GraphModule
     """Return a backward graph that adds nothing for gradients which are zeros. O(nodes).
 
     It takes the same inputs, and computes what depends on zeros as before, so that it takes the memory of the plan.
-    None: it would be the same graph, or could not run with the layouts that other gradients then have.
+    Sums stay where the graph could not run with the layouts that gradients have without them. None: it is the same.
 
     Args:
         unused: the names of the placeholders of these gradients.
@@ -45,13 +44,16 @@ def without_tangents(module: fx.GraphModule, unused: Set[str]) -> fx.GraphModule
     for node in graph.nodes:
         term = _only_term(node, zero)
         if term is not None:
-            lies_otherwise = term in changed or _lies_otherwise(term, node)
-            if lies_otherwise or not unlike_traced.isdisjoint(node.all_input_nodes):
-                terms[node] = term
-        reads_changed = node.target is not aten.contiguous.default and not changed.isdisjoint(node.all_input_nodes)
-        if node in terms or reads_changed:
+            terms[node] = term
+            differs = term in changed or _lies_otherwise(term, node)
+            differs = differs or not unlike_traced.isdisjoint(node.all_input_nodes)
+        else:
+            differs = node.target is not aten.contiguous.default and not changed.isdisjoint(node.all_input_nodes)
+        if differs:
             changed.add(node)
-    if not terms or any(node.target in AS_TRACED for node in changed):
+    if any(node.target in AS_TRACED for node in changed):
+        terms, changed = {node: term for node, term in terms.items() if node not in changed}, set()
+    if not terms:
         return None
     for node in changed:
         if node.target in VIEWS:

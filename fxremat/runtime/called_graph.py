@@ -128,8 +128,10 @@ class CalledGraph:
         self.unwritten = [place for place, is_written in enumerate(written) if not is_written]
         self.outputs_needed = self._symbolic.outputs_needed
         sizes = symbolic.places if symbolic else ()
-        # for each primal, the index of its gradient among those that the backward returns, which has sizes, too
-        self._gradient_at = [k for k in range(len(self._symbolic.backward_outputs)) if k not in sizes]
+        # for each primal, the index of its gradient among those that the backward returns, which has sizes, too, and
+        # tokens of effects behind them
+        returned = (k for k in range(len(self._symbolic.backward_outputs)) if k not in sizes)
+        self._gradient_at = [*itertools.islice(returned, len(joint.primals))]
         self.gradients_apart = self._gradients_apart()
         # of the primals whose gradients these are, the index with that of the gradient
         self._apart_at = [(place, at) for place, at in enumerate(self._gradient_at) if at in self.gradients_apart]
@@ -141,7 +143,7 @@ class CalledGraph:
         others = {captured_of(each.order.layout.graph) for each in self._programs if each.another}
         apart = self.joint.gradients_apart.items()
         found = {place: value for place, value in apart if all(place in other.gradients_apart for other in others)}
-        return {self._gradient_at[place]: value for place, value in found.items()}
+        return {at: found[place] for place, at in enumerate(self._gradient_at) if place in found}
 
     def with_gradients_apart(self, primals: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the leaves among the primals of a call whose gradients others may overwrite, by the gradient's index.

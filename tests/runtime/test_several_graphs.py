@@ -1004,6 +1004,31 @@ def test_of_a_model_without_graphs_only_one_thing_is_told(caplog: pytest.LogCapt
     assert "is trained as several graphs" not in caplog.text
 
 
+class Spectrum(nn.Module):
+    """Eigenvalues that cross a break; their backward checks for errors, which is an effect with a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.scale = nn.Parameter(torch.randn(5, 5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = torch.linalg.eigvals(self.matrix + x).abs()
+        torch._dynamo.graph_break()
+        return (values * self.scale).sum()
+
+
+def test_a_backward_with_an_effect() -> None:
+    torch.manual_seed(0)
+    plain, x = Spectrum(), torch.randn(5, 5)
+    ours = fxremat.compile(copy.deepcopy(plain), mem="100%", search=QUICK)
+    for _ in range(3):
+        for model in (plain, ours):
+            model.zero_grad()
+            model(x).backward()
+        for ours_, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours_.grad, theirs.grad)
+
+
 class Cycle:
     """An object that only the cyclic collector frees, with a tensor."""
 
