@@ -1708,13 +1708,14 @@ def forward_hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int,
     return module._forward_pre_hooks, module._forward_hooks
 
 
-def writes_inputs() -> bool:
-    """Tell whether the graph that AOTAutograd traces writes to its inputs, where it is to compile it.
+def written_inputs() -> list[int]:
+    """Return the indices of the inputs that the graph writes to which AOTAutograd traces, where it is to compile it.
 
     `ViewAndMutationMeta.mutated_inp_runtime_indices` of the tracing context (torch 2.11 to 2.15).
     """
     context = torch._guards.TracingContext.try_get()
-    return context is not None and bool(context.fw_metadata and context.fw_metadata.mutated_inp_runtime_indices)
+    known = context.fw_metadata if context is not None else None
+    return list(known.mutated_inp_runtime_indices) if known else []
 
 
 def forget_graphs() -> None:

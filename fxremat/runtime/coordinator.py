@@ -290,6 +290,11 @@ class Coordinator:
         step.note("ran", node)
         return outputs, token
 
+    def keep_values(self, overwritten: Sequence[torch.Tensor]) -> None:
+        """Copy what a graph without a backward overwrites, as `forward` does for one that has a backward."""
+        if self._step is not None and self._step.calls:
+            self._keep_values(self._step, self._step.calls[-1].node, overwritten)
+
     def _keep_values(self, step: Step, node: Node, overwritten: Sequence[torch.Tensor]) -> None:
         """Copy what a graph call overwrites, for the earlier calls whose backwards read it.
 

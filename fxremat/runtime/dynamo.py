@@ -105,7 +105,7 @@ from fxremat.torch_private import (
     real_tensors,
     take_gradients_as_they_lie,
     taking_a_list,
-    writes_inputs,
+    written_inputs,
 )
 from fxremat.transfers.network import communicates
 from fxremat.units import Auto, Percent, format_bytes, parse_bytes
@@ -209,7 +209,8 @@ class Backend:
         self._fixed = False  # True if each combination of input sizes is captured separately
         self._called_with: set[str] = set()  # the combinations of input sizes that were planned for, as text
         self.captured_again = 0  # number of captures for input sizes that had been planned for
-        self._writes_alone = False  # True if the graph that is being compiled writes to inputs, and has no backward
+        # indices of the inputs that the graph writes to which is being compiled, if it has no backward
+        self._writes_alone = list[int]()
         # how the graph that is being compiled can run again; None if it has no backward
         self._rerun: Rerun | None = None
         self._names: list[str | None] = []  # for each input of the captured graph, its parameter name, or None
@@ -262,7 +263,7 @@ class Backend:
     def _differentiate(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, again: bool = False
     ) -> Callable[..., Any]:
-        self._inputs, began, self._writes_alone = inputs, time.monotonic(), False
+        self._inputs, began, self._writes_alone = inputs, time.monotonic(), list[int]()
         outputs = auxiliary_outputs_of(module)
         trained = outputs.all
         made: list[_FixedStep | Sized | CalledGraph] = []  # from the partition until the backward is compiled
@@ -295,7 +296,7 @@ class Backend:
             else:
                 self.captured_again += 1
         if self._writes_alone:
-            compiled = module.forward
+            compiled = self._keeping_values(module.forward, self._writes_alone)
         rerun, self._rerun = self._rerun, None
         if rerun is not None:
             compiled = TwiceDifferentiable(compiled, module, rerun, self._unplanned, self._plan_for_retaining)
@@ -310,7 +311,7 @@ class Backend:
         One that writes to its inputs, such as an optimizer's step, is run as it was before AOTAutograd traced it, which
         makes new tensors beside all that are written to.
         """
-        self._writes_alone = writes_inputs()
+        self._writes_alone = written_inputs()
         if module.graph.find_nodes(op="call_function", target=torch.autograd.grad):
             log.warning(
                 "%s calls torch.autograd.grad, and nothing that the graph returns is differentiated: it runs without a "
@@ -318,6 +319,21 @@ class Backend:
                 self.model,
             )
         return boxed(graph)
+
+    def _keeping_values(self, run: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
+        """Return a function that first copies what it overwrites for graphs of the step whose backwards read it.
+
+        Args:
+            written: indices of the inputs that it overwrites.
+        """
+        if (coordinator := self.coordinator) is None:
+            return run
+
+        def call(*inputs: Any) -> Any:
+            coordinator.keep_values([inputs[place] for place in written])
+            return run(*inputs)
+
+        return call
 
     def _traced(self, trace: Callable[[], Callable[..., Any]], inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the compiled step; trace it again while measured strides differ from those that it was traced with.

@@ -108,3 +108,48 @@ def test_a_call_whose_input_is_overwritten_does_not_run_again(monkeypatch: pytes
     monkeypatch.setattr(coordinator, "backward", letting_go)
     assert_equal_steps(ours, plain, x)
     assert any(kept)
+
+
+class Queue(nn.Module):
+    """Contrast with a queue of keys (MoCo), which is overwritten in a graph that trains nothing."""
+
+    keys: Tensor
+    place: Tensor
+
+    def __init__(self, reads: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.query, self.reads = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), reads
+        self.register_buffer("keys", torch.randn(16, 64))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    @torch.no_grad()
+    def enqueue(self, keys: Tensor) -> None:
+        place = int(self.place)
+        self.keys[:, place : place + len(keys)] = keys.T
+        self.place[0] = (place + len(keys)) % 64
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.query(x)
+        loss = (queries @ self.reads(self.keys)).logsumexp(1).mean()
+        torch._dynamo.graph_break()
+        self.enqueue(queries.detach())
+        return loss
+
+
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "clone": lambda keys: keys.clone().detach(),
+    "product": lambda keys: keys * 2,
+    "padded": lambda keys: F.pad(keys, (0, 1)),
+}
+
+
+@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize("mem", ["min", "100%"])
+def test_what_a_graph_that_trains_nothing_overwrites_is_read_as_it_was(mem: str, reads: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Queue(READS[reads]), torch.randn(16, 16)
+    ours = fxremat.compile(copy.deepcopy(plain), mem=mem, search=Search(seconds=0.0))
+    for _ in range(5):
+        assert_equal_steps(ours, plain, x)
+    assert not saved_calls
+    assert peak_of(ours, x) <= ours.plan.budget
