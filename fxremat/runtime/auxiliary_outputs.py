@@ -27,7 +27,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, fx
 
-from fxremat.errors import CaptureError
+from fxremat.errors import BudgetTooSmall, CaptureError
 from fxremat.graphs.captured import Captured
 from fxremat.ops.random import devices_of
 from fxremat.runtime.call_state import CallState
@@ -185,7 +185,9 @@ class AuxiliaryOutputs:
         self.unused = set[int]()  # outputs that got none in a backward through a scalar output
         self.surprised = False  # an auxiliary output has got a gradient
         self.detached: frozenset[int] = frozenset()  # outputs for which `planned` expects no gradient
+        self.zeros = frozenset[int]()  # outputs without a gradient for which `planned` expects one all the same
         self.settled = False  # `detached` stays as it is
+        self.planned: Callable[..., Sequence[Any]]
         self._plan(outputs.beside, inputs)
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
@@ -215,9 +217,14 @@ class AuxiliaryOutputs:
         if self.surprised:
             self._plan((), inputs)
             self.settled = True
-        elif not silent <= self.detached:
+        elif not silent <= self.detached | self.zeros:
             log.info("outputs %s of the step got no gradient: it is captured again without theirs", sorted(silent))
-            self._plan((*self.outputs.beside, *silent), inputs)
+            before = self.detached, self.planned
+            try:
+                self._plan((*self.outputs.beside, *silent), inputs)
+            except BudgetTooSmall:  # the search may miss by a little what fits with them
+                self.detached, self.planned = before
+                self.zeros |= silent
         elif not self.detached:
             self.settled = self.outputs.mixed <= self.used
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.errors import BudgetTooSmall
 from fxremat.graphs.names import NAME
 from fxremat.plan_of_graphs import PlanOfGraphs
+from fxremat.runtime.auxiliary_outputs import AuxiliaryOutputs
 from fxremat.settings import Loss
 from tests.toys import QUICK, WIDTH, Stack, assert_as_plain, record, rows
 from tests.training import same, unequal
@@ -284,6 +287,22 @@ def test_a_state_without_gradient_is_captured_so_from_the_second_step_on() -> No
     assert all(map(same, got[2], expected[2]))
     assert len(compiled.plan.graph.tangents) == 1
     assert "first.weight" in [node.meta.get(NAME) for node in compiled.plan.captured.primals]
+
+
+def test_a_state_without_gradient_keeps_zeros_where_nothing_fits_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Recurrent(), torch.randn(64, 96)
+    compiled = fxremat.compile(copy.deepcopy(model), mem="100%", **QUICK)
+    only_loss(compiled, x)
+    refused = []
+
+    def refuse(*_: Any) -> None:
+        refused.append(BudgetTooSmall(minimum=2, budget=1))
+        raise refused[-1]
+
+    monkeypatch.setattr(AuxiliaryOutputs, "_plan", refuse)
+    expected, got = gradients_of_steps(model, x, only_loss), gradients_of_steps(compiled, x, only_loss)
+    assert all(map(same, itertools.chain(*got), itertools.chain(*expected)))
+    assert len(refused) == 1
 
 
 def test_a_state_that_one_of_two_calls_takes_keeps_its_gradient() -> None:
