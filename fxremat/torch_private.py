@@ -1282,6 +1282,11 @@ class YieldingRecord:
             setattr(torch.autograd.profiler, name, functools.partial(self._instead, name))
 
     @classmethod
+    def runs_here(cls) -> bool:
+        """Tell whether there is such a record of this thread."""
+        return threading.current_thread() in cls._of_thread
+
+    @classmethod
     def give_way(cls) -> None:
         """End the record of this thread, if there is one, unless a backward runs."""
         if (running := cls._of_thread.get(threading.current_thread())) is not None:

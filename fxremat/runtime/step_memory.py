@@ -338,11 +338,12 @@ def recorder_of(device: torch.device) -> Recorded | None:
     """Return a meter for a step that begins now, on a device without counters; None if it cannot be recorded.
 
     A profiler of the user may run on this thread, or a backward, within which a record can be neither read nor ended.
+    Or what follows another compiled model is recorded, of which this one is a part: it is recorded in a later step.
     """
     kind = kind_of(device)
-    if kind.can(Ability.STATISTICS) or not kind.recorded or backward_task() >= 0 or is_profiled():
+    if kind.can(Ability.STATISTICS) or not kind.recorded or backward_task() >= 0:
         return None
-    return Recorded()
+    return None if YieldingRecord.runs_here() or is_profiled() else Recorded()
 
 
 def meter_of(device: torch.device, *, peaks: bool) -> Meter:

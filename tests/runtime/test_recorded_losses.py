@@ -290,3 +290,44 @@ def test_what_a_backward_takes_beyond_its_prediction_is_learned(monkeypatch: pyt
         compiled.zero_grad()
     peak = peak_bytes(step)
     assert peak <= compiled.plan.predicted_peak <= compiled.plan.budget
+
+
+class Mixed(nn.Module):
+    """Layers of 64, with a graph break before them if asked for."""
+
+    def __init__(self, breaks: bool, last: int) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(3)]
+        self.layers, self.last, self.breaks = nn.Sequential(*layers), nn.Linear(64, last), breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.sin()
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.last(self.layers(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("head_breaks", [False, True])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_model_that_another_compiled_one_follows_is_planned_with_what_that_one_takes(
+    breaks: bool, head_breaks: bool
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(256, 64)
+    body, head = (
+        fxremat.compile(model, mem="min", search=Search(seconds=0.0))
+        for model in (Mixed(breaks, 64), Mixed(head_breaks, 256))
+    )
+
+    def step() -> None:
+        for model in (body, head):
+            model.zero_grad(set_to_none=True)
+        head(body(x)).square().mean().backward()
+
+    for _ in range(9):
+        step()
+    for model in (body, head):
+        model.zero_grad(set_to_none=True)
+    measured = peak_bytes(step)
+    assert measured <= body.plan.budget
+    assert breaks or body.plan.predicted_peak <= 1.02 * measured
