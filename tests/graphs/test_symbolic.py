@@ -138,10 +138,11 @@ class Sizes(nn.Module):
         return (y * factor).mean()
 
 
-def symbols_of(count: int) -> list[Any]:
+@cache
+def symbols_of(count: int) -> tuple[Any, ...]:
     """Symbolic sizes of a traced input, which has that many now."""
     graph = symbolic_graph(nn.Sequential(nn.Linear(3, 3), nn.Flatten(0)), torch.randn(count, 5, 3))
-    return [node.meta["val"] for node in graph.inputs]
+    return tuple(node.meta["val"] for node in graph.inputs)
 
 
 def test_numbers_at_sizes() -> None:
@@ -174,7 +175,7 @@ ARITHMETIC: Sequence[Callable[[Any, Any], Any]] = [
 @settings(deadline=None)
 @given(data=st.data())
 def test_a_number_is_what_sympy_says(data: st.DataObject) -> None:
-    sizes: list[Any] = symbols_of(7)
+    sizes: list[Any] = [*symbols_of(7)]
     for _ in range(data.draw(st.integers(1, 6))):
         one, other = (data.draw(st.sampled_from([*sizes, 2, 3])) for _ in range(2))
         sizes.append(data.draw(st.sampled_from(ARITHMETIC))(one, other))
