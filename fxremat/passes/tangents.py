@@ -48,7 +48,7 @@ def reshape_gradients(graph: fx.Graph) -> None:
 def copy_gradients_of_other_layouts(graph: fx.Graph) -> None:
     """Let ops that need the layout that was traced copy gradients with another one, as eager PyTorch does. O(nodes)."""
     for node, gradients in _read_as_traced(graph).items():
-        for gradient in gradients:
+        for gradient in gradients if node.target is not aten.as_strided.default else ():
             layout = next((layout for layout in FORMATS if _lies_as(gradient.meta["val"], layout)), None)
             if layout is not None:
                 with graph.inserting_before(node):
