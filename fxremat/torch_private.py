@@ -1271,10 +1271,15 @@ class YieldingRecord:
     _of_thread: ClassVar[weakref.WeakKeyDictionary[threading.Thread, YieldingRecord]] = weakref.WeakKeyDictionary()
     _replaced: ClassVar[dict[str, Callable[..., Any]]] = {}
 
-    def __init__(self) -> None:
+    def __init__(self, asked: weakref.WeakSet[object] | None = None) -> None:
+        """Begin.
+
+        Args:
+            asked: those that have asked whether they have to wait for this record, or for one of the same step before.
+        """
         self._record, self._thread, self._is_lost = AllocationRecord(), weakref.ref(threading.current_thread()), False
         self._of_thread[threading.current_thread()] = self
-        self._began = time.monotonic()
+        self._began, self._asked = time.monotonic(), weakref.WeakSet[object]() if asked is None else asked
         gc.callbacks.append(self._look_at_clock)
         atexit.register(self.give_way)  # torch warns of a profiler that runs at the end of the process
         for name in () if self._replaced else ("_prepare_profiler", "_enable_profiler"):
@@ -1282,9 +1287,16 @@ class YieldingRecord:
             setattr(torch.autograd.profiler, name, functools.partial(self._instead, name))
 
     @classmethod
-    def runs_here(cls) -> bool:
-        """Tell whether there is such a record of this thread."""
-        return threading.current_thread() in cls._of_thread
+    def lets_wait(cls, other: object) -> bool:
+        """Tell whether another that would record has to wait, since there is such a record of this thread.
+
+        Who asks a second time need not wait: the record is none of a step that it is a part of.
+        """
+        running = cls._of_thread.get(threading.current_thread())
+        if running is None or other in running._asked:
+            return False
+        running._asked.add(other)
+        return True
 
     @classmethod
     def give_way(cls) -> None:

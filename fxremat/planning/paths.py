@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 MOST_IN_VAIN = 5  # number of steps with incomplete measurements after which planning goes on with what is known
 MARGIN = 0.01  # a measured number counts as grown if it grew by more than this fraction
+VARYING = 0.002  # a budget that an error names has this fraction for bytes between calls that differ from step to step
 BESIDE = "beside the graphs (gradients of parameters, inputs, outputs, and what Python holds)"
 
 Numbers = dict[str, int]  # measured fields of a `Node`, by name
@@ -206,7 +207,8 @@ class PathPlans:
             if self._plan is None:
                 least = self._least()
                 where, advice = self._floor(least)
-                raise self.limit.explained(BudgetTooSmall(minimum=least, budget=self.mem, note=advice), where)
+                enough = least + int(VARYING * least)
+                raise self.limit.explained(BudgetTooSmall(minimum=enough, budget=self.mem, note=advice), where)
             # computing the headline's least budget takes several plans
             if log.isEnabledFor(logging.INFO) and self.plan:
                 log.info("%s", self.plan.headline)

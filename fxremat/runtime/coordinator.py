@@ -157,7 +157,7 @@ class Coordinator:
         if measured and self._may_have_litter:
             self._may_have_litter = False
             gc.collect()  # what Python freed within the step would be subtracted from what the step takes
-        meter = meter_of(self.device, peaks=measured)
+        meter = meter_of(self.device, self, peaks=measured)
         if measured and isinstance(meter, Unmeasured) and is_profiled_by_others():
             measured = False  # later steps are measured instead
             if not self._told_of_profiler:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import ClassVar
@@ -199,6 +200,7 @@ class Recorded(Meter):
         self._has_left = False  # True once the forward of the model has ended
         self._is_over = False  # True once the measurement has ended in a backward, where the record cannot stop
         self._loss: YieldingRecord | None = None  # the record between forward and backward
+        self._asked = weakref.WeakSet[object]()  # see `YieldingRecord`
         self._outside = 0  # bytes that are assumed for losses, and are counted if a record is lost
         self.measures_loss = True  # False once such a record was lost
         self._unwatch = watching_backward(self._before_backward, self._after_backward)
@@ -285,7 +287,7 @@ class Recorded(Meter):
             self._read(go_on=False)
             self._has_left = True
             self._outside += outside
-            self._loss = YieldingRecord()
+            self._loss = YieldingRecord(self._asked)
 
     def reach(self, border: Border, outside: int, held: Callable[[], int]) -> None:
         """Count what stays of a loss behind this border, instead of `outside`, if the loss was not measured."""
@@ -331,27 +333,31 @@ class Recorded(Meter):
                 self.end()
             else:  # this was the backward of another computation
                 self._read(go_on=False)
-                self._loss = YieldingRecord()
+                self._loss = YieldingRecord(self._asked)
 
 
-def recorder_of(device: torch.device) -> Recorded | None:
+def recorder_of(device: torch.device, owner: object) -> Recorded | None:
     """Return a meter for a step that begins now, on a device without counters; None if it cannot be recorded.
 
     A profiler of the user may run on this thread, or a backward, within which a record can be neither read nor ended.
     Or what follows another compiled model is recorded, of which this one is a part: it is recorded in a later step.
+
+    Args:
+        owner: whoever measures steps of one model.
     """
     kind = kind_of(device)
     if kind.can(Ability.STATISTICS) or not kind.recorded or backward_task() >= 0:
         return None
-    return None if YieldingRecord.runs_here() or is_profiled() else Recorded()
+    return None if YieldingRecord.lets_wait(owner) or is_profiled() else Recorded()
 
 
-def meter_of(device: torch.device, *, peaks: bool) -> Meter:
+def meter_of(device: torch.device, owner: object, *, peaks: bool) -> Meter:
     """Return a meter for a step on a device that begins now.
 
     Args:
+        owner: whoever measures steps of one model.
         peaks: True: all borders, and the peaks between them, have to be known after the step.
     """
     if kind_of(device).can(Ability.STATISTICS):
         return Counted(device, peaks=peaks)
-    return (recorder_of(device) if peaks else None) or Unmeasured()
+    return (recorder_of(device, owner) if peaks else None) or Unmeasured()
