@@ -3,7 +3,8 @@
 For such an output autograd has no gradient; AOTAutograd passes zeros, and the backward adds what it computes from these
 to other gradients. Eager PyTorch adds nothing. A sum with zeros may have another memory layout, in which later sums
 round otherwise; and it is NaN where a derivative is infinite, as that of a square root at 0. So such sums are left out.
-What depends on no other gradient than these is zero, or NaN, since a backward is linear in the gradients that it gets.
+Other ops that read both (a concatenation, the backward of an LSTM) get zeros. What depends on no other gradient than
+these is zero, or NaN, since a backward is linear in the gradients that it gets.
 """
 
 from __future__ import annotations
@@ -53,21 +54,33 @@ def without_tangents(module: fx.GraphModule, unused: Set[str]) -> fx.GraphModule
             changed.add(node)
     if any(node.target in AS_TRACED for node in changed):
         terms, changed = {node: term for node, term in terms.items() if node not in changed}, set()
-    if not terms:
+    storage = _storages(graph)
+    read = {
+        node: made
+        for node in given - terms.keys()
+        if (made := [each for each in node.all_input_nodes if each in zero and _is_made(storage(each))])
+    }
+    if not (terms or read):
         return None
+    for node, made in read.items():
+        for each in made:
+            function = emptied_or_new if storage(each) in zero else aten.zeros_like.default
+            with graph.inserting_before(node):
+                zeros = graph.call_function(function, (each,))
+            zeros.meta = dict(each.meta)
+            node.replace_input_with(each, zeros)
     for node in changed:
         if node.target in VIEWS:
             node.target = aten.reshape.default
-    gone = zero | terms.keys()
-    storage = _storages(graph)
+    gone, storage = zero | terms.keys(), _storages(graph)
     written = {storage(node) for node in graph.nodes if node not in gone and _overwritten(node) is not None}
     for node, term in terms.items():
-        zeros = [each for each in node.all_input_nodes if each is not term]
+        others = [each for each in node.all_input_nodes if each is not term]
         in_place = _overwritten(node) is not None
         if not written.isdisjoint((storage(node), storage(term))):
             node.target, node.args = aten.clone.default, (term,)
         else:
-            node.target, node.args = beside if in_place else copied_beside, (term, *zeros)
+            node.target, node.args = beside if in_place else copied_beside, (term, *others)
     return fx.GraphModule(module, graph)
 
 
@@ -81,6 +94,18 @@ def copied_beside(term: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     """
     copy = term.clone()
     return copy if copy.stride() == term.stride() else term
+
+
+def emptied_or_new(zeros: torch.Tensor) -> torch.Tensor:
+    """Return zeros in the memory of a tensor that is computed from zeros, if no element of it has two places there."""
+    return zeros.zero_() if zeros.is_contiguous() else torch.zeros_like(zeros)
+
+
+def _is_made(node: fx.Node) -> bool:
+    """Tell whether a node computes numbers, so that it may not give zeros where it is given zeros."""
+    value = node.meta.get("val")
+    inexact = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return inexact and node.op == "call_function"
 
 
 def _only_term(node: fx.Node, zero: Set[fx.Node]) -> fx.Node | None:

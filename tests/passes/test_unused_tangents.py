@@ -145,12 +145,41 @@ def test_a_derivative_that_is_infinite_reaches_nothing_from_an_output_without_gr
             return x, (x[:, None] - x[None]).square().sum(-1).sqrt()
 
     torch.manual_seed(0)
-    plain, x = Distances(), torch.randn(6, 8)
+    assert_finite_steps(Distances(), torch.randn(6, 8))
+
+
+def assert_finite_steps(plain: nn.Module, x: Tensor) -> None:
     ours = fxremat.compile(copy.deepcopy(plain), mem="100%", search=QUICK)
     for _ in range(3):
         found = gradients(ours, x, (0,))
         assert equal(found, gradients(plain, x, (0,)))
-    assert all(gradient is not None and gradient.isfinite().all() for gradient in found)
+    assert all(gradient is None or gradient.isfinite().all() for gradient in found)
+
+
+class Joined(nn.Module):
+    """The gradient of a value meets, in an op that is no sum, that of an unused output with an infinite derivative."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.linear = name, nn.Linear(8, 8)
+        self.recurrent = {"lstm": nn.LSTM, "gru": nn.GRU}.get(name, nn.Identity)(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.linear(x)
+        if self.name == "chunk":
+            unused, used = x.chunk(2, -1)
+        elif self.name == "unbind":
+            unused, used, *_ = x.unbind(0)
+        else:
+            unused, used = self.recurrent(x)
+            used = used[0] if isinstance(used, tuple) else used
+        return used.sin(), (unused - unused).abs().sqrt()
+
+
+@pytest.mark.parametrize("name", ["chunk", "unbind", "lstm", "gru"])
+def test_what_joins_a_gradient_of_zeros_in_another_op_than_a_sum_gets_zeros(name: str) -> None:
+    torch.manual_seed(0)
+    assert_finite_steps(Joined(name), torch.randn(6, 5, 8))
 
 
 def test_the_budget_holds_without_the_sums() -> None:
