@@ -1101,9 +1101,9 @@ def mark_dynamic(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
 
 
 def _tensors_in(frame: Any) -> list[torch.Tensor]:
-    """Return the tensors among the local variables of a frame, and inside of these."""
+    """Return the tensors among the local variables of a frame, and inside of these, each once."""
     values = torch.utils._pytree.tree_leaves([*frame.f_locals.values()])
-    return [value for value in values if isinstance(value, torch.Tensor)]
+    return [*{id(value): value for value in values if isinstance(value, torch.Tensor)}.values()]
 
 
 @contextlib.contextmanager

@@ -294,8 +294,9 @@ def test_a_layer_whose_sizes_are_marked_as_changing_has_fixed_ones() -> None:
 class BrokenBehind(Stack):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
+        held = [x]  # the frame has it twice
         torch._dynamo.graph_break()
-        return self.last(self.layers[0](x)[0]).square().mean()
+        return self.last(self.layers[0](x)[0]).square().mean() + held[0].sin().mean()
 
 
 def test_behind_a_graph_of_symbolic_sizes_a_layer_has_fixed_ones() -> None:
