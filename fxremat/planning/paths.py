@@ -93,6 +93,7 @@ class PathPlans:
         # number of consecutive steps after which some bytes between graph calls were still not measured
         self._in_vain = 0
         self._plan: paths.Path | None = None  # the plan for the path of the last step
+        self.planned = 0  # number of times that programs were chosen
         self._stale = True
         self._set_limit()
 
@@ -204,6 +205,7 @@ class PathPlans:
             paths.forget(self.root)
             paths.plan_within(self.root, self.mem, self._options.host_limit)
             self._plan = paths.planned(self._last, self.mem)
+            self.planned += 1
             if self._plan is None:
                 least = self._least()
                 where, advice = self._floor(least)

@@ -39,7 +39,7 @@ from fxremat.runtime.called_graph import CalledGraph, current
 from fxremat.runtime.calls import Call, Output, Step
 from fxremat.runtime.emitted import Emitted
 from fxremat.runtime.gradient_sums import GradientSums
-from fxremat.runtime.step_memory import Unmeasured, meter_of
+from fxremat.runtime.step_memory import OtherPlans, Unmeasured, meter_of
 from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.call_programs import CallProgram
 from fxremat.search.paths import Node
@@ -95,6 +95,7 @@ class Coordinator:
         self._unsettled, self._in_vain = SETTLED, 0
         self._told_of_profiler = False
         self._ignores_next = False
+        self._others = OtherPlans()
         self._may_have_litter = True  # tensors of a step that failed, perhaps another model's, may be in cycles
 
     @property
@@ -116,7 +117,13 @@ class Coordinator:
         """
         if self._step is not None and self._step.over:
             self._end()
-            self.plans.renew()
+            self._renew()
+
+    def _renew(self) -> None:
+        before = self.plans.planned
+        self.plans.renew()
+        if self.plans.planned > before:
+            self._others.note_own()
 
     @property
     def has_graphs(self) -> bool:
@@ -150,7 +157,9 @@ class Coordinator:
 
     def _begin(self) -> None:
         self._end()
-        self.plans.renew()
+        self._renew()
+        if self._others.have_changed():
+            self._unsettled, self._in_vain = SETTLED, 0
         self.steps += 1
         ignored, self._ignores_next = self._ignores_next, False
         measured = self._unsettled > 0 and self._in_vain < MOST_IN_VAIN and not ignored

@@ -80,6 +80,7 @@ from fxremat.runtime.loss_meter import LossMeter, MeasuredLoss
 from fxremat.runtime.ranks import ranks_of
 from fxremat.runtime.real_layouts import real_layouts
 from fxremat.runtime.sized import Sized
+from fxremat.runtime.step_memory import OtherPlans
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.torch_compile import Graphs, WholeGraph, graphs_of
 from fxremat.runtime.unused import Backward, telling_unused, unused_outputs, without
@@ -188,6 +189,7 @@ class Backend:
         self.target = target
         self.input_names = tuple(names)
         self.plans: deque[Plan] = deque(maxlen=KEPT_PLANS)
+        self._others = OtherPlans()
         self.until = Until.RUN
         self._layouts_vary = False  # True once a loss outside handed in gradients that lie otherwise than traced
         self._told_of_loss = False  # True once a warning told ranks that the loss takes more memory than planned
@@ -296,13 +298,13 @@ class Backend:
             else:
                 self.captured_again += 1
         if self._writes_alone:
-            compiled = self._keeping_values(module.forward, self._writes_alone)
+            compiled = self._keeping_values(module, self._writes_alone)
         rerun, self._rerun = self._rerun, None
         if rerun is not None:
             compiled = TwiceDifferentiable(compiled, module, rerun, self._unplanned, self._plan_for_retaining)
         if self.coordinator is None:
             stepping = self.options.stepping is not None
-            compiled = LossMeter(compiled, trained, self._take_loss, stepping=stepping)
+            compiled = LossMeter(compiled, trained, self._take_loss, self._others, stepping=stepping)
         return telling_unused(compiled, trained) if len(trained) > 1 or again else compiled
 
     def _without_gradient(self, module: fx.GraphModule, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -320,18 +322,21 @@ class Backend:
             )
         return boxed(graph)
 
-    def _keeping_values(self, run: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:
+    def _keeping_values(self, module: fx.GraphModule, written: Sequence[int]) -> Callable[..., Any]:
         """Return a function that first copies what it overwrites for graphs of the step whose backwards read it.
 
         Args:
-            written: indices of the inputs that it overwrites.
+            written: what it overwrites, as indices of the module's own parameters and buffers, and then its inputs.
         """
         if (coordinator := self.coordinator) is None:
-            return run
+            return module.forward
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        own = [tensor for _, tensor in named]
 
         def call(*inputs: Any) -> Any:
-            coordinator.keep_values([inputs[place] for place in written])
-            return run(*inputs)
+            given = (*own, *inputs)
+            coordinator.keep_values([given[place] for place in written])
+            return module.forward(*inputs)
 
         return call
 
@@ -839,6 +844,7 @@ class Backend:
             if isinstance(self.options.budget, Auto):  # for plans of several sizes, the one that had most decides
                 self._free = max(self._free, free_memory(device_of(plan.graph)))
         self.plans.append(plan)
+        self._others.note_own()
 
     def _plans_of_sizes(self, graph: SymbolicGraph, joint: Captured) -> PlansOfSizes:
         """Return the planner for a graph of symbolic sizes, which plans at the sizes of each call.

@@ -24,7 +24,7 @@ from torch import Tensor
 from fxremat.device import Ability, kind_of
 from fxremat.graphs.accounting import assumed_for, numbers_of_loss
 from fxremat.graphs.nodes import storage_bytes
-from fxremat.runtime.step_memory import Border, Recorded, recorder_of
+from fxremat.runtime.step_memory import Border, OtherPlans, Recorded, recorder_of
 from fxremat.torch_private import (
     accumulates_into,
     current_node,
@@ -90,6 +90,7 @@ class LossMeter:
         step: the compiled step.
         trained: indices of the step's outputs that require grad.
         tell: called with each measurement.
+        others: tells whether other models have new plans; then the loss is measured again.
         stepping: the step updates its parameters itself, and has their gradients elsewhere.
     """
 
@@ -98,16 +99,19 @@ class LossMeter:
         step: Callable[..., Sequence[Any]],
         trained: Sequence[int],
         tell: Callable[[MeasuredLoss], None],
+        others: OtherPlans,
         *,
         stepping: bool = False,
     ) -> None:
         self.step, self.trained, self.tell, self.stepping = step, tuple(trained), tell, stepping
+        self._others = others
         self.calls = 0
         self._stop: Callable[[], None] | None = None
         self._was_recorded = False  # True once the loss was measured by a record
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        measured = (self.calls + 1) & self.calls == 0
+        changed = self._others.have_changed()
+        measured, self._was_recorded = changed or (self.calls + 1) & self.calls == 0, self._was_recorded and not changed
         leaves = [x for x in inputs if _is_without_gradient(x)] if measured and not self.stepping else []
         self._unwatch()
         meter = _recorder(inputs, self) if measured and not self._was_recorded else None

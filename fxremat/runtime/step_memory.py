@@ -43,6 +43,25 @@ They are followed by one of `Recorded.number` bytes, which identifies the meter.
 FIRST, MOST = 5, 64  # ids of meters count up from `FIRST`, and start again after `MOST` ids
 
 
+class OtherPlans:
+    """Tells a model that measures its steps whether another one has a new plan, which may take other memory in them."""
+
+    _made: ClassVar[list[int]] = [0]  # number of plans made in this process
+
+    def __init__(self) -> None:
+        self._known = self._made[0]
+
+    def have_changed(self) -> bool:
+        """Tell whether other models have new plans since this was last asked."""
+        known, self._known = self._known, self._made[0]
+        return known != self._known
+
+    def note_own(self) -> None:
+        """Note a new plan of this model itself."""
+        self._made[0] += 1
+        self._known += 1
+
+
 class Border:
     """A moment of a step at which memory is measured; the numbers are None until they are known."""
 

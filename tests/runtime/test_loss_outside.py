@@ -20,6 +20,7 @@ import fxremat
 from benchmarks.meter import peak_bytes
 from fxremat.runtime import loss_meter
 from fxremat.runtime.loss_meter import LossMeter, MeasuredLoss
+from fxremat.runtime.step_memory import OtherPlans
 from fxremat.settings import Search
 from fxremat.torch_private import holds_gradients
 from tests.toys import Loss, Stack, rows
@@ -230,7 +231,7 @@ def test_a_loss_is_measured_by_the_allocator_s_counters(
 ) -> None:
     found: list[MeasuredLoss] = []
     compiled = torch.compile(nn.Linear(4, 4), backend="aot_eager")
-    meter = LossMeter(lambda x: [compiled(x)], (0,), found.append)
+    meter = LossMeter(lambda x: [compiled(x)], (0,), found.append, OtherPlans())
     with counted(monkeypatch, levels):
         (out,) = meter(torch.ones(10, 4))
         out.sum().backward()

@@ -307,15 +307,16 @@ class Mixed(nn.Module):
         return self.last(self.layers(x))  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("mem", ["min", "100%"])
 @pytest.mark.parametrize("head_breaks", [False, True])
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_model_that_another_compiled_one_follows_is_planned_with_what_that_one_takes(
-    breaks: bool, head_breaks: bool
+    breaks: bool, head_breaks: bool, mem: str
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(256, 64)
     body, head = (
-        fxremat.compile(model, mem="min", search=Search(seconds=0.0))
+        fxremat.compile(model, mem=mem, search=Search(seconds=0.0))
         for model in (Mixed(breaks, 64), Mixed(head_breaks, 256))
     )
 
@@ -324,7 +325,7 @@ def test_a_model_that_another_compiled_one_follows_is_planned_with_what_that_one
             model.zero_grad(set_to_none=True)
         head(body(x)).square().mean().backward()
 
-    for _ in range(9):
+    for _ in range(12):
         step()
     for model in (body, head):
         model.zero_grad(set_to_none=True)
