@@ -1272,7 +1272,7 @@ class YieldingRecord:
     _replaced: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __init__(self, asked: weakref.WeakSet[object] | None = None) -> None:
-        """Begin.
+        """Begin to record.
 
         Args:
             asked: those that have asked whether they have to wait for this record, or for one of the same step before.
@@ -1288,9 +1288,9 @@ class YieldingRecord:
 
     @classmethod
     def lets_wait(cls, other: object) -> bool:
-        """Tell whether another that would record has to wait, since there is such a record of this thread.
+        """Tell whether another owner of a meter has to wait with its record, as one of this class runs on this thread.
 
-        Who asks a second time need not wait: the record is none of a step that it is a part of.
+        An owner that asks a second time need not wait: the record that runs is not that of a step it is a part of.
         """
         running = cls._of_thread.get(threading.current_thread())
         if running is None or other in running._asked:
@@ -1726,7 +1726,7 @@ def forward_hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int,
 
 
 def written_inputs() -> list[int]:
-    """Return the indices of the inputs that the graph writes to which AOTAutograd traces, where it is to compile it.
+    """Return the indices of the inputs that a graph overwrites, while AOTAutograd has it compiled.
 
     `ViewAndMutationMeta.mutated_inp_runtime_indices` of the tracing context (torch 2.11 to 2.15).
     """

@@ -142,7 +142,7 @@ class CostsAtSizes:
         self._remember(np.flatnonzero(self._special), counted.work, own, values)
 
     def _remember(self, special: Iterable[int], work: Ints, own: Ints, values: Ints) -> None:
-        """Remember what ops took, and whether measurements at similar sizes let expect it.
+        """Remember what ops took, and whether it is at most what measurements at similar sizes predict.
 
         Args:
             special: of the ops that were measured, those for which it is checked.
@@ -216,7 +216,7 @@ class CostsAtSizes:
         return _Taken(own, {} if self._overwrites(self._joint.ops[index]) else outputs)
 
     def _expected(self, index: int, now: int) -> _Taken | None:
-        """Return what an op takes, if measurements at similar sizes let expect it, and have so before; else None."""
+        """Return what measurements at similar sizes predict for an op, if such predictions have held; else None."""
         return self._estimated(index, now) if not now or self._confirmed[index] >= CONFIRMED else None
 
     def _estimated(self, index: int, now: int) -> _Taken | None:

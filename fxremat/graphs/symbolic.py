@@ -49,7 +49,8 @@ OF_INTEGERS: dict[str, Callable[..., int | None]] = QUICK | {
     "Mul": lambda *numbers: prod(numbers),
     "Pow": lambda base, exponent: base**exponent if exponent >= 0 else None,
 }
-"""The same with those that sympy writes as operators; None for a result that may be no integer."""
+"""Functions of integers in such expressions, operators among them; they return None if the result may be no integer."""
+FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 Dims = tuple[int, ...]
 Size = Any  # an integer expression of sympy, or the node of another symbolic number, such as a float
@@ -83,6 +84,26 @@ def same_size(one: Any, other: Any) -> bool:
     if isinstance(first, int) and isinstance(second, int):
         return first == second
     return bool(first == second or (first - second).expand() == 0)
+
+
+def memory_format_of(tensor: torch.Tensor) -> torch.memory_format | None:
+    """Return the memory format in which a tensor is contiguous at all sizes; None if there is none. Adds no guard."""
+    return next((layout for layout in FORMATS if _lies_as(tensor, layout)), None)
+
+
+def _lies_as(tensor: torch.Tensor, layout: torch.memory_format) -> bool:
+    dims = [*range(tensor.dim())]
+    if layout is not torch.contiguous_format:
+        if tensor.dim() != (4 if layout is torch.channels_last else 5):
+            return False
+        dims = [0, *dims[2:], 1]
+    stride: Any = 1
+    for dim in reversed(dims):
+        size = tensor.shape[dim]
+        if not (same_size(size, 1) or same_size(tensor.stride(dim), stride)):
+            return False
+        stride = stride if same_size(size, 0) else stride * size
+    return True
 
 
 class Numbers:

@@ -14,9 +14,8 @@ from torch import fx
 
 from fxremat.graphs.names import parameter_of
 from fxremat.graphs.nodes import tangents_in
+from fxremat.graphs.symbolic import memory_format_of
 from fxremat.passes.evaluate import evaluate
-
-FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 def lay_out_gradients(graph: fx.Graph) -> None:
@@ -50,12 +49,7 @@ def _layout_to_copy_to(parameter: object, gradient: object) -> torch.memory_form
     strided = parameter.layout is torch.strided and gradient.layout is torch.strided
     if not strided or parameter.shape != gradient.shape or _alike(gradient, parameter):
         return None
-    return next((layout for layout in FORMATS if _lies_as(parameter, layout)), None)
-
-
-def _lies_as(tensor: torch.Tensor, layout: torch.memory_format) -> bool:
-    wanted = {torch.channels_last: 4, torch.channels_last_3d: 5}.get(layout, tensor.dim())
-    return tensor.dim() == wanted and tensor.is_contiguous(memory_format=layout)
+    return memory_format_of(parameter)
 
 
 def _alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -8,13 +8,11 @@ possible, was traced as a view, it becomes a reshape again.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from fxremat.graphs.handed_in import handed_in, laid_out_by_others
-from fxremat.graphs.symbolic import same_size
+from fxremat.graphs.symbolic import memory_format_of
 from fxremat.passes.in_place import depending_on
 
 aten = torch.ops.aten
@@ -32,7 +30,6 @@ AS_TRACED = {
 }
 """Ops that take a gradient to lie as it was traced: PyTorch's formulas call `contiguous` before, of which nothing is
 traced if the gradient lies so then (derivatives.yaml of torch 2.11, 2.13, 2.14, 2.15)."""
-FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 def reshape_gradients(graph: fx.Graph) -> None:
@@ -49,8 +46,7 @@ def copy_gradients_of_other_layouts(graph: fx.Graph) -> None:
     """Let ops that need the layout that was traced copy gradients with another one, as eager PyTorch does. O(nodes)."""
     for node, gradients in _read_as_traced(graph).items():
         for gradient in gradients if node.target is not aten.as_strided.default else ():
-            layout = next((layout for layout in FORMATS if _lies_as(gradient.meta["val"], layout)), None)
-            if layout is not None:
+            if (layout := memory_format_of(gradient.meta["val"])) is not None:
                 with graph.inserting_before(node):
                     copy = graph.call_function(aten.contiguous.default, (gradient,), {"memory_format": layout})
                 copy.meta = dict(gradient.meta)
@@ -70,19 +66,3 @@ def _read_as_traced(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     unknown = laid_out_by_others(graph)
     ops = [node for node in graph.nodes if node.target in AS_TRACED]
     return {node: [read for read in node.all_input_nodes if read in unknown] for node in ops}
-
-
-def _lies_as(tensor: torch.Tensor, layout: torch.memory_format) -> bool:
-    """Tell whether a tensor, perhaps of symbolic sizes, is contiguous in a memory format, at all sizes."""
-    dims = [*range(tensor.dim())]
-    if layout is not torch.contiguous_format:
-        if tensor.dim() != (4 if layout is torch.channels_last else 5):
-            return False
-        dims = [0, *dims[2:], 1]
-    stride: Any = 1
-    for dim in reversed(dims):
-        size = tensor.shape[dim]
-        if not (same_size(size, 1) or same_size(tensor.stride(dim), stride)):
-            return False
-        stride = stride * size
-    return True

@@ -55,24 +55,13 @@ def without_tangents(module: fx.GraphModule, unused: Set[str]) -> fx.GraphModule
     if any(node.target in AS_TRACED for node in changed):
         terms, changed = {node: term for node, term in terms.items() if node not in changed}, set()
     storage = _storages(graph)
-    read = {
-        node: made
-        for node in given - terms.keys()
-        if (made := [each for each in node.all_input_nodes if each in zero and _is_made(storage(each))])
-    }
-    if not (terms or read):
+    given_zeros = _give_zeros(graph, given - terms.keys(), zero, storage)
+    if not (terms or given_zeros):
         return None
-    for node, made in read.items():
-        for each in made:
-            function = emptied_or_new if storage(each) in zero else aten.zeros_like.default
-            with graph.inserting_before(node):
-                zeros = graph.call_function(function, (each,))
-            zeros.meta = dict(each.meta)
-            node.replace_input_with(each, zeros)
     for node in changed:
         if node.target in VIEWS:
             node.target = aten.reshape.default
-    gone, storage = zero | terms.keys(), _storages(graph)
+    gone = zero | terms.keys()
     written = {storage(node) for node in graph.nodes if node not in gone and _overwritten(node) is not None}
     for node, term in terms.items():
         others = [each for each in node.all_input_nodes if each is not term]
@@ -82,6 +71,26 @@ def without_tangents(module: fx.GraphModule, unused: Set[str]) -> fx.GraphModule
         else:
             node.target, node.args = beside if in_place else copied_beside, (term, *others)
     return fx.GraphModule(module, graph)
+
+
+def _give_zeros(
+    graph: fx.Graph, readers: Set[fx.Node], zero: Set[fx.Node], storage: Callable[[fx.Node], fx.Node]
+) -> bool:
+    """Let nodes read zeros instead of what is computed from zeros only; tell whether any of them does.
+
+    Args:
+        readers: the nodes, which other gradients reach, too.
+        zero: what is computed from zeros only.
+        storage: returns the first node that may share a node's storage.
+    """
+    pairs = [(node, each) for node in readers for each in node.all_input_nodes if each in zero]
+    pairs = [(node, each) for node, each in pairs if _is_made(storage(each))]
+    for node, each in pairs:
+        with graph.inserting_before(node):
+            zeros = graph.call_function(emptied_or_new if storage(each) in zero else aten.zeros_like.default, (each,))
+        zeros.meta = dict(each.meta)
+        node.replace_input_with(each, zeros)
+    return bool(pairs)
 
 
 def beside(term: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -97,12 +106,12 @@ def copied_beside(term: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 
 
 def emptied_or_new(zeros: torch.Tensor) -> torch.Tensor:
-    """Return zeros in the memory of a tensor that is computed from zeros, if no element of it has two places there."""
+    """Return zeros of the shape of a tensor: in its own memory if it is contiguous, else in new memory."""
     return zeros.zero_() if zeros.is_contiguous() else torch.zeros_like(zeros)
 
 
 def _is_made(node: fx.Node) -> bool:
-    """Tell whether a node computes numbers, so that it may not give zeros where it is given zeros."""
+    """Tell whether a node is an op with floating-point results, which may be NaN where it reads zeros."""
     value = node.meta.get("val")
     inexact = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
     return inexact and node.op == "call_function"

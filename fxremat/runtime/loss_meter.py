@@ -111,7 +111,8 @@ class LossMeter:
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         changed = self._others.have_changed()
-        measured, self._was_recorded = changed or (self.calls + 1) & self.calls == 0, self._was_recorded and not changed
+        measured = changed or (self.calls + 1) & self.calls == 0
+        self._was_recorded = self._was_recorded and not changed
         leaves = [x for x in inputs if _is_without_gradient(x)] if measured and not self.stepping else []
         self._unwatch()
         meter = _recorder(inputs, self) if measured and not self._was_recorded else None
@@ -223,7 +224,7 @@ class LossMeter:
 
 
 def _is_differentiated_elsewhere(gradients: Sequence[Tensor | None]) -> bool:
-    """Tell whether the step gets no gradient, since it has run again before its backward, which is not the loss's.
+    """Tell whether the step's backward gets no gradient: what ran before it is the step itself, as plain PyTorch.
 
     See `runtime.auxiliary_outputs`.
     """

@@ -46,19 +46,19 @@ FIRST, MOST = 5, 64  # ids of meters count up from `FIRST`, and start again afte
 class OtherPlans:
     """Tells a model that measures its steps whether another one has a new plan, which may take other memory in them."""
 
-    _made: ClassVar[list[int]] = [0]  # number of plans made in this process
+    _made: ClassVar[int] = 0  # number of plans made in this process
 
     def __init__(self) -> None:
-        self._known = self._made[0]
+        self._known = self._made
 
     def have_changed(self) -> bool:
         """Tell whether other models have new plans since this was last asked."""
-        known, self._known = self._known, self._made[0]
+        known, self._known = self._known, self._made
         return known != self._known
 
     def note_own(self) -> None:
         """Note a new plan of this model itself."""
-        self._made[0] += 1
+        OtherPlans._made += 1
         self._known += 1
 
 

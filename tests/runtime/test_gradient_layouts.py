@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,6 +69,14 @@ class Normed(nn.Module):
         return (last, moved, x) if self.unused else last + moved
 
 
+def assert_equal_steps(ours: nn.Module, plain: nn.Module, x: Tensor, loss: Callable[[Any], Tensor]) -> None:
+    for _ in range(4):
+        for model in (plain, ours):
+            model.zero_grad()
+            loss(model(x)).backward()
+        assert unequal(gradients_of(ours), gradients_of(plain)) == []
+
+
 def squares(outputs: Any) -> Tensor:
     return (outputs[0] if isinstance(outputs, tuple) else outputs).square().mean()
 
@@ -85,11 +94,7 @@ def test_a_group_norm_copies_gradients_that_lie_otherwise(
     plain = Normed(dims, breaks, unused).to(memory_format=form)
     x = torch.randn(4, 3, *[16] * (dims - 2)).contiguous(memory_format=form)
     ours = fxremat.compile(copy.deepcopy(plain), mem="min", search=Search(seconds=0.2, progress=False))
-    for _ in range(4):
-        for model in (plain, ours):
-            model.zero_grad()
-            squares(model(x)).backward()
-        assert unequal(gradients_of(ours), gradients_of(plain)) == []
+    assert_equal_steps(ours, plain, x, squares)
     ours.zero_grad()
     assert peak_bytes(lambda: squares(ours(x)).backward()) <= ours.plan.budget
 
@@ -118,8 +123,4 @@ def test_ops_that_need_a_layout_copy_gradients_that_lie_otherwise(name: str) -> 
     torch.manual_seed(0)
     plain, x = ReadAsTraced(name), torch.randn(5, 4)
     ours = fxremat.compile(copy.deepcopy(plain), mem="100%", search=Search(seconds=0.2, progress=False))
-    for _ in range(3):
-        for model in (plain, ours):
-            model.zero_grad()
-            loss(model(x)).backward()
-        assert unequal(gradients_of(ours), gradients_of(plain)) == []
+    assert_equal_steps(ours, plain, x, loss)

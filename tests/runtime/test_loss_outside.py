@@ -490,7 +490,7 @@ def test_what_is_computed_from_the_model_s_own_loss_is_within_the_budget(name: s
 
 
 def test_tensors_of_transforms_that_dynamo_left_alive_are_no_part_of_a_loss() -> None:
-    """They have no storage, and the look at what Python holds meets them."""
+    """Tensors without a storage are among what Python holds."""
 
     class Force(nn.Module):
         def __init__(self) -> None:

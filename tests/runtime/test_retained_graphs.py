@@ -114,7 +114,7 @@ def test_gradients_of_outputs_alone_are_no_reason_to_plan_again(caplog: pytest.L
 
 
 def test_a_step_in_slices_is_judged_with_its_own_costs() -> None:
-    """Its alternatives run another graph, with other values."""
+    """Alternatives that run another graph, with other values."""
     model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
     compiled, x = fxremat.compile(model, mem="min", slices=True, search=Search(seconds=0.2)), torch.randn(512, 32)
     for _ in range(3):

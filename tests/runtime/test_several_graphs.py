@@ -1038,7 +1038,7 @@ class Cycle:
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_what_a_step_that_failed_left_behind_is_not_freed_within_a_measured_one(failing: bool) -> None:
-    """It would be subtracted from what that step takes."""
+    """Tensors that are freed within a step are subtracted from what it takes."""
     alive, fails = list[bool](), [False]
 
     def between(number: int, x: Tensor) -> Tensor:
