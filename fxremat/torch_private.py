@@ -245,6 +245,21 @@ def is_compiled_backward(node: Any) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
+def follows_compiled(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell whether a tensor was computed from what a graph of AOTAutograd returned. Costs a walk over autograd's graph.
+    """
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set[Any](waiting)
+    while waiting:
+        node = waiting.pop()
+        if is_compiled_backward(node):
+            return True
+        before = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= before
+        waiting += before
+    return False
+
+
 UNKNOWN_LINE = "an unknown line"  # where dynamo does not tell where it stopped
 
 
@@ -1237,7 +1252,7 @@ class AllocationRecord:
     def __init__(self, *, on_host: bool = True) -> None:
         from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-        YieldingRecord.give_way()
+        SharedRecord.give_way()
         # (memory is the only thing to record)
         settings: Any = (False, True, False, False, False, _ExperimentalConfig())
         self._name = "cpu_memory_usage" if on_host else "cuda_memory_usage"
@@ -1258,73 +1273,174 @@ class AllocationRecord:
         return [size for event in events if (size := getattr(event, self._name)())]
 
 
-class YieldingRecord:
-    """A record of this thread's allocations that ends, and is lost, when another profiler starts on the thread.
+class AllocationReader:
+    """Reads the allocations and deallocations of this thread from its construction on, beside any number of others.
+
+    What is allocated while another profiler records the thread is missed; see `SharedRecord`.
+    """
+
+    def __init__(self) -> None:
+        self.waits = False  # True: the record may end after a minute, as nothing may come any more that is read
+        self.is_paused = False
+        self._unread: list[int] = []
+        self._has_missed = False
+        self._record = SharedRecord.of_this_thread()
+        self._record.add(self)
+
+    def read(self) -> tuple[list[int], bool]:
+        """Return what `AllocationRecord.stop` does, from the last time on, and whether something was missed.
+
+        Within a backward, what it has allocated so far is returned later.
+        """
+        self._record.share()
+        found = self._unread, self._has_missed
+        self._unread, self._has_missed = [], False
+        return found
+
+    def resume(self) -> bool:
+        """Record again, if that has ended and is possible; tell whether this thread is recorded."""
+        return self._record.resume()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within this context, record nothing; for this reader, it is not missed."""
+        before, self.is_paused = self.is_paused, True
+        self._record.end()
+        try:
+            yield
+        finally:
+            self.is_paused = before
+            self.resume()
+
+    def end(self) -> None:
+        """Read no more. Within a backward, and on another thread, the record goes on until it gives way."""
+        self._record.remove(self)
+
+    def take(self, changes: Sequence[int]) -> None:
+        """Keep what was recorded until it is read."""
+        self._unread += changes
+
+    def miss(self) -> None:
+        """Note that allocations from now on are not recorded."""
+        self._has_missed |= not self.is_paused
+
+
+class SharedRecord:
+    """Records a thread's allocations for several readers, until another profiler starts on the thread.
 
     A thread has one profiler at a time, and a second one raises. So fxremat's own ask `is_profiled` before, and those
     of a user pass `_prepare_profiler` or `_enable_profiler` of `torch.autograd.profiler` (torch 2.11, 2.13), which are
-    replaced while there are such records. One that begins another of them loses the first. After a minute it is lost,
-    too, since it grows with each op; Python's garbage collector gives the occasion.
+    replaced while a thread has readers: the record ends then. Readers begin it again. It also ends if all readers have
+    waited for a minute, since it grows with each op; Python's garbage collector gives the occasion.
     """
 
     most_seconds: ClassVar[float] = 60.0
-    _of_thread: ClassVar[weakref.WeakKeyDictionary[threading.Thread, YieldingRecord]] = weakref.WeakKeyDictionary()
+    _of_threads: ClassVar[weakref.WeakKeyDictionary[threading.Thread, SharedRecord]] = weakref.WeakKeyDictionary()
     _replaced: ClassVar[dict[str, Callable[..., Any]]] = {}
+    _set_up_now: ClassVar[set[SharedRecord]] = set()  # those that have readers, or still run
 
-    def __init__(self, asked: weakref.WeakSet[object] | None = None) -> None:
-        """Begin to record.
+    def __init__(self) -> None:
+        self._thread = weakref.ref(threading.current_thread())
+        self._record: AllocationRecord | None = None
+        self._readers: list[AllocationReader] = []
+        self._began = time.monotonic()  # when something was read last
 
-        Args:
-            asked: those that have asked whether they have to wait for this record, or for one of the same step before.
+    @classmethod
+    def of_this_thread(cls) -> SharedRecord:
+        """Return the record of this thread."""
+        return cls._of_threads.setdefault(threading.current_thread(), cls())
+
+    @classmethod
+    def give_way(cls) -> None:
+        """End the record of this thread, if there is one, unless a backward runs."""
+        if (record := cls._of_threads.get(threading.current_thread())) is not None:
+            record.end()
+
+    @classmethod
+    @contextlib.contextmanager
+    def paused(cls) -> Iterator[None]:
+        """Within this context, do not record this thread; readers do not miss what is allocated, and freed, in it."""
+        record = cls._of_threads.get(threading.current_thread())
+        stopped = record is not None and record._stop()
+        try:
+            yield
+        finally:
+            if record is not None and stopped:
+                record.resume()
+
+    def add(self, reader: AllocationReader) -> None:
+        """Record for a reader, too."""
+        self.share()
+        self._readers.append(reader)
+        self._set_up()
+        self.resume()
+
+    def remove(self, reader: AllocationReader) -> None:
+        """Record for a reader no more."""
+        self.share()
+        if reader in self._readers:
+            self._readers.remove(reader)
+        if not self._readers:
+            self.end()
+
+    def share(self) -> None:
+        """Give readers what was recorded so far, and go on."""
+        self._stop()
+        self.resume()
+
+    def resume(self) -> bool:
+        """Record, if there is a reader, none is paused, and there is no other profiler; tell whether one records now.
         """
-        self._record, self._thread, self._is_lost = AllocationRecord(), weakref.ref(threading.current_thread()), False
-        self._of_thread[threading.current_thread()] = self
-        self._began, self._asked = time.monotonic(), weakref.WeakSet[object]() if asked is None else asked
+        is_read = self._readers and not any(reader.is_paused for reader in self._readers)
+        if self._record is None and is_read and self._may_change and not is_profiled():
+            self._record, self._began = AllocationRecord(), time.monotonic()
+        return self._record is not None
+
+    def end(self) -> None:
+        """End the record, unless a backward runs, in which it cannot end, or this is another thread."""
+        if self._stop():
+            for reader in tuple(self._readers):
+                reader.miss()
+        if self._record is None and not self._readers:
+            self._tear_down()
+
+    @property
+    def _may_change(self) -> bool:
+        return self._thread() is threading.current_thread() and backward_task() < 0
+
+    def _stop(self) -> bool:
+        """Stop recording, and give readers what was recorded; return False if there is nothing to stop, or no way."""
+        if self._record is None or not self._may_change:
+            return False
+        record, self._record = self._record, None  # first, since what ends a record may run in a garbage collection
+        changes = record.stop()
+        for reader in tuple(self._readers):
+            reader.take(changes)
+        return True
+
+    def _set_up(self) -> None:
+        if self in self._set_up_now:
+            return
+        self._set_up_now.add(self)
         gc.callbacks.append(self._look_at_clock)
         atexit.register(self.give_way)  # torch warns of a profiler that runs at the end of the process
         for name in () if self._replaced else ("_prepare_profiler", "_enable_profiler"):
             self._replaced[name] = getattr(torch.autograd.profiler, name)
             setattr(torch.autograd.profiler, name, functools.partial(self._instead, name))
 
-    @classmethod
-    def lets_wait(cls, other: object) -> bool:
-        """Tell whether another owner of a meter has to wait with its record, as one of this class runs on this thread.
-
-        An owner that asks a second time need not wait: the record that runs is not that of a step it is a part of.
-        """
-        running = cls._of_thread.get(threading.current_thread())
-        if running is None or other in running._asked:
-            return False
-        running._asked.add(other)
-        return True
-
-    @classmethod
-    def give_way(cls) -> None:
-        """End the record of this thread, if there is one, unless a backward runs."""
-        if (running := cls._of_thread.get(threading.current_thread())) is not None:
-            running.stop()
-
-    def stop(self) -> list[int] | None:
-        """Stop recording; return what `AllocationRecord.stop` does, or None if the record is lost.
-
-        It is lost too if this is another thread, or if a backward runs: then recording goes on until it gives way.
-        """
-        thread = threading.current_thread()
-        here = self._thread() is thread and backward_task() < 0
-        lost, self._is_lost = self._is_lost or not here, True
-        if not here or self._of_thread.get(thread) is not self:
-            return None
-        del self._of_thread[thread]
-        atexit.unregister(self.give_way)
+    def _tear_down(self) -> None:
+        if self not in self._set_up_now:
+            return
+        self._set_up_now.remove(self)
         gc.callbacks.remove(self._look_at_clock)
-        changes = self._record.stop()
-        while self._replaced and not self._of_thread:
+        atexit.unregister(self.give_way)
+        while self._replaced and not self._set_up_now:
             setattr(torch.autograd.profiler, *self._replaced.popitem())
-        return None if lost else changes
 
     def _look_at_clock(self, phase: str, _: object) -> None:
-        if phase == "stop" and time.monotonic() - self._began > self.most_seconds:
-            self.stop()
+        late = not self._readers or time.monotonic() - self._began > self.most_seconds
+        if phase == "stop" and late and all(reader.waits for reader in self._readers):
+            self.end()
 
     @classmethod
     def _instead(cls, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -1471,7 +1587,7 @@ def is_profiled() -> bool:
 
     `torch.autograd._profiler_enabled` (torch 2.11, 2.13).
     """
-    YieldingRecord.give_way()
+    SharedRecord.give_way()
     autograd: Any = torch.autograd
     return bool(autograd._profiler_enabled())
 
@@ -1650,7 +1766,14 @@ def not_compiling() -> Iterator[None]:
 
 def is_profiled_by_others() -> bool:
     """Tell whether a profiler that fxremat has not started records this thread."""
-    return is_profiled() and threading.current_thread() not in AllocationRecord.threads
+    autograd: Any = torch.autograd
+    return bool(autograd._profiler_enabled()) and threading.current_thread() not in AllocationRecord.threads
+
+
+def unrecorded(work: Callable[[], T]) -> T:
+    """Run `work`, which keeps nothing that it allocates, so that neither fxremat nor a profiler records it."""
+    with SharedRecord.paused():
+        return unprofiled(work)
 
 
 def unprofiled(work: Callable[[], T]) -> T:

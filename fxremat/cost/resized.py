@@ -26,7 +26,7 @@ from fxremat.graphs.captured import Captured
 from fxremat.graphs.op_key import op_key
 from fxremat.step.costs import Costs, OpCost
 from fxremat.step.step_graph import Op
-from fxremat.torch_private import unprofiled
+from fxremat.torch_private import unrecorded
 
 FEW = 256  # bytes; a smaller workspace is a number or a flag, and does not grow with the sizes
 AT_MOST = 10_000  # number of ops whose runs are remembered
@@ -89,7 +89,7 @@ def run_once(ops: Mapping[int, fx.Node], device: torch.device, fresh: Set[int]) 
         ops: the number of each op, and its node.
         fresh: ops that must not overwrite an operand.
     """
-    return unprofiled(lambda: _run(ops, device, fresh))
+    return unrecorded(lambda: _run(ops, device, fresh))
 
 
 def _run(ops: Mapping[int, fx.Node], device: torch.device, fresh: Set[int]) -> dict[int, OpCost | None]:

@@ -60,6 +60,12 @@ def _is_larger(at: SizedPrograms, node: Node) -> bool:
     return more or (node.keep_all is not None and at.keep_all.forward > node.keep_all.forward)
 
 
+FEWER = (
+    "%s follows another compiled model, whose budget bounds the whole step: its own, %s = %d bytes, is less than what "
+    "the step takes beside it, so that it runs with its least, %d bytes"
+)
+
+
 def _largest_op(graph: Graph, program: CallProgram, phase: str) -> str:
     """Return the op at which the "forward" or "backward" of a program needs most, at the sizes of its capture."""
     steps = program.program
@@ -94,6 +100,9 @@ class PathPlans:
         self._in_vain = 0
         self._plan: paths.Path | None = None  # the plan for the path of the last step
         self.planned = 0  # number of times that programs were chosen
+        # True if another compiled model comes first in the last measured step: what it takes counts for its own budget
+        self.follows = False
+        self._told_of_others = False
         self._stale = True
         self._set_limit()
 
@@ -202,12 +211,12 @@ class PathPlans:
         if self.limit is None or self.mem is None:
             return
         if not self._still_fits(self.mem):
-            paths.forget(self.root)
-            paths.plan_within(self.root, self.mem, self._options.host_limit)
-            self._plan = paths.planned(self._last, self.mem)
-            self.planned += 1
+            self._choose(self.mem)
             if self._plan is None:
                 least = self._least()
+                if self.follows and self.is_share:
+                    self._take_least(self.limit, least)
+            if self._plan is None:
                 where, advice = self._floor(least)
                 enough = least + int(VARYING * least)
                 raise self.limit.explained(BudgetTooSmall(minimum=enough, budget=self.mem, note=advice), where)
@@ -215,6 +224,20 @@ class PathPlans:
             if log.isEnabledFor(logging.INFO) and self.plan:
                 log.info("%s", self.plan.headline)
         self._stale = False
+
+    def _choose(self, mem: int) -> None:
+        paths.forget(self.root)
+        paths.plan_within(self.root, mem, self._options.host_limit)
+        self._plan = paths.planned(self._last, mem)
+        self.planned += 1
+
+    def _take_least(self, limit: Limit, least: int) -> None:
+        """Plan for the least budget instead of one in percent, as memory of other models cannot be planned here."""
+        self.limit = replace(limit, known=least)
+        self._choose(least)
+        if not self._told_of_others:
+            self._told_of_others = True
+            log.warning(FEWER, self._model, limit.words, limit.bytes, least)
 
     def _least(self) -> int:
         return paths.least(self.root, self._options.host_limit)

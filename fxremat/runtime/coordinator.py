@@ -46,6 +46,7 @@ from fxremat.search.paths import Node
 from fxremat.torch_private import (
     after_backward,
     backward_keeps_graph,
+    follows_compiled,
     functions_in_python,
     holds_gradients,
     is_profiled_by_others,
@@ -166,7 +167,7 @@ class Coordinator:
         if measured and self._may_have_litter:
             self._may_have_litter = False
             gc.collect()  # what Python freed within the step would be subtracted from what the step takes
-        meter = meter_of(self.device, self, peaks=measured)
+        meter = meter_of(self.device, peaks=measured)
         if measured and isinstance(meter, Unmeasured) and is_profiled_by_others():
             measured = False  # later steps are measured instead
             if not self._told_of_profiler:
@@ -282,8 +283,11 @@ class Coordinator:
             names = {id(parameter): name for name, parameter in self._parameters()}
             name = graph.name_with(names.get(id(primal)) for primal in primals)
             self.plans.name(node, name, functions_in_python())
-        if step.added and not step.calls:
-            self._without_freed_gradients(step)
+        if not step.calls:
+            if step.added:
+                self._without_freed_gradients(step)
+            if step.measured:
+                self.plans.follows = follows_compiled(x for x in primals if isinstance(x, torch.Tensor))
         step.note("forward", node)
         if not node.measured:
             node.assume(step.meter.level(), step.saved, step.calls[-1].node if step.calls else None)

@@ -115,7 +115,7 @@ class LossMeter:
         self._was_recorded = self._was_recorded and not changed
         leaves = [x for x in inputs if _is_without_gradient(x)] if measured and not self.stepping else []
         self._unwatch()
-        meter = _recorder(inputs, self) if measured and not self._was_recorded else None
+        meter = _recorder(inputs) if measured and not self._was_recorded else None
         with contextlib.ExitStack() as failed:
             if meter is not None:
                 failed.callback(meter.end)
@@ -231,10 +231,10 @@ def _is_differentiated_elsewhere(gradients: Sequence[Tensor | None]) -> bool:
     return all(gradient is None for gradient in gradients)
 
 
-def _recorder(inputs: Sequence[Any], owner: LossMeter) -> Recorded | None:
+def _recorder(inputs: Sequence[Any]) -> Recorded | None:
     """Return a meter that records a step with these inputs, parameters among them; None where that cannot be."""
     devices = {x.device for x in inputs if isinstance(x, Tensor) and x.dim() > 0}
-    return recorder_of(devices.pop(), owner) if len(devices) == 1 else None
+    return recorder_of(devices.pop()) if len(devices) == 1 else None
 
 
 def _early(node: Any, leaves: Sequence[Tensor]) -> int:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import ClassVar
@@ -27,10 +26,9 @@ import torch
 
 from fxremat.device import Ability, kind_of
 from fxremat.torch_private import (
-    AllocationRecord,
-    YieldingRecord,
+    AllocationReader,
     backward_task,
-    is_profiled,
+    is_profiled_by_others,
     watching_backward,
 )
 
@@ -180,48 +178,23 @@ class Counted(Meter):
             self._kind.forget_most(self._device)
 
 
-class SharedRecord:
-    """A profiler record of a backward on this thread, which several steps may read."""
-
-    _of_thread: ClassVar[dict[int, SharedRecord]] = {}
-
-    def __init__(self) -> None:
-        self._record = AllocationRecord()
-        self._changes: list[int] | None = None
-        self._of_thread[threading.get_ident()] = self
-
-    @classmethod
-    def now(cls) -> SharedRecord | None:
-        """Return the record of the backward that begins on this thread; None if the user is running a profiler."""
-        known = cls._of_thread.get(threading.get_ident())
-        if known is not None:
-            return known
-        return None if is_profiled() else cls()
-
-    def stop(self) -> list[int]:
-        """Stop recording, unless another step has stopped it; return the changes of allocated bytes in order."""
-        if self._changes is None:
-            self._changes = self._record.stop()
-            del self._of_thread[threading.get_ident()]
-        return self._changes
-
-
 class Recorded(Meter):
-    """A meter that records this thread's CPU allocations while the model's forward, its loss and a backward run."""
+    """A meter that records this thread's CPU allocations while the model's forward, its loss and a backward run.
+
+    Several models may be measured at the same time: they read one record.
+    """
 
     _numbers = itertools.count()
 
     def __init__(self) -> None:
         self.number, self._thread = FIRST + next(self._numbers) % MOST, threading.get_ident()
         self._level, self._top, self._exact = 0, 0, True
-        self._record: AllocationRecord | SharedRecord | None = AllocationRecord()
+        self._reader: AllocationReader | None = AllocationReader()
         self._marks: list[Border] = []
-        self._has_left = False  # True once the forward of the model has ended
+        self._in_backward = False  # True while the backward of the step, or of another computation behind it, runs
         self._is_over = False  # True once the measurement has ended in a backward, where the record cannot stop
-        self._loss: YieldingRecord | None = None  # the record between forward and backward
-        self._asked = weakref.WeakSet[object]()  # see `YieldingRecord`
-        self._outside = 0  # bytes that are assumed for losses, and are counted if a record is lost
-        self.measures_loss = True  # False once such a record was lost
+        self._outside = 0  # bytes that are assumed for losses, and are counted if a part of their record is lost
+        self.measures_loss = True  # False once that has happened
         self._unwatch = watching_backward(self._before_backward, self._after_backward)
 
     @property
@@ -231,10 +204,9 @@ class Recorded(Meter):
 
     def level(self) -> int | None:
         """Return the bytes that are allocated now; None within the backward."""
-        if self._marks:
+        if self._in_backward or self._marks:
             return None
-        if self._record is not None:
-            self._read()
+        self._read()
         return self._level
 
     def lower_base(self, size: int) -> None:
@@ -245,7 +217,7 @@ class Recorded(Meter):
     def border(self, *, in_backward: bool = False) -> Border:
         """Return a border; within the backward it gets its numbers later."""
         border = Border()
-        if self._record is None:
+        if self._reader is None:
             return border
         if in_backward:
             self._marks.append(border)
@@ -258,26 +230,22 @@ class Recorded(Meter):
 
     def end(self) -> None:
         """Stop recording; within a backward, once that is over."""
-        if self._record is not None and backward_task() >= 0:
+        if self._in_backward and backward_task() >= 0:
             self._is_over = True
             return
-        self._unwatch()
-        self._read_loss()
-        if self._record is not None:
-            self._read(go_on=False)
+        self._read()
+        self._stop()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Within this context, do not count allocations."""
-        if self._record is None:
+        if self._reader is None:
             yield
             return
-        self._read(go_on=False)
-        try:
+        self._read()
+        with self._reader.paused():
             yield
-        finally:
-            self._exact = False
-            self._record = AllocationRecord()
+        self._exact = False
 
     def _note(self, border: Border) -> None:
         border.level = self._level
@@ -285,28 +253,47 @@ class Recorded(Meter):
         self._level += border.change
         self._top, self._exact = self._level, True
 
-    def _read(self, *, go_on: bool = True) -> None:
-        assert self._record is not None
-        changes, marks, place = self._record.stop(), iter(self._marks), 0
+    def _stop(self) -> None:
+        """Record no more."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            self._unwatch()
+            reader.end()
+
+    def _read(self) -> None:
+        """Count what was allocated since this was last called, and give borders within a backward their numbers."""
+        if self._reader is None:
+            return
+        changes, has_missed = self._reader.read()
+        marks, place = iter(self._marks), 0
         while place < len(changes):
             if changes[place : place + len(MARK)] == MARK:
                 place += len(MARK) + 2
                 if changes[place - 2] == self.number and (border := next(marks, None)) is not None:
                     self._note(border)
                 continue
-            self._level += changes[place]
-            self._top = max(self._top, self._level)
+            self._count(changes[place])
             place += 1
         self._marks.clear()
-        self._record = AllocationRecord() if go_on else None
+        if not has_missed:
+            return
+        if self._reader.waits:  # of several losses, those that were measured count too: rather too much
+            self.measures_loss = False
+            self._count(self._outside)
+            self._outside = 0
+        else:
+            self._exact = False
+
+    def _count(self, change: int) -> None:
+        self._level += change
+        self._top = max(self._top, self._level)
 
     def leave(self, outside: int) -> None:
         """Record the loss, unless the program starts a profiler: then `outside` bytes count for it."""
-        if self._record is not None:
-            self._read(go_on=False)
-            self._has_left = True
+        if self._reader is not None:
+            self._read()
+            self._reader.waits = True
             self._outside += outside
-            self._loss = YieldingRecord(self._asked)
 
     def reach(self, border: Border, outside: int, held: Callable[[], int]) -> None:
         """Count what stays of a loss behind this border, instead of `outside`, if the loss was not measured."""
@@ -315,68 +302,51 @@ class Recorded(Meter):
 
     def enter(self) -> None:
         """Record again, until the model's forward ends; what is counted for a loss in between still counts."""
-        if self._has_left and self._record is None:
-            self._read_loss()
-            if not is_profiled():
-                self._record, self._has_left = AllocationRecord(), False
+        if self._reader is not None:
+            self._read()
+            self._reader.waits = False
 
     def forget(self) -> None:
         """Stop waiting for the step's backward."""
-        if self._has_left and self._record is None:
-            self._read_loss()
-            self._unwatch()
-
-    def _read_loss(self) -> None:
-        """End the record of the loss."""
-        record, self._loss = self._loss, None
-        if record is None:
-            return
-        changes = record.stop()
-        self.measures_loss &= changes is not None
-        if not self.measures_loss:  # of several losses, those that were measured count too: rather too much
-            changes, self._outside = [*(changes or ()), self._outside], 0
-        for change in changes or ():
-            self._level += change
-            self._top = max(self._top, self._level)
+        if self._reader is not None and self._reader.waits and not self._in_backward:
+            self._stop()
 
     def _before_backward(self) -> None:
-        if self._has_left and self._record is None:
-            self._read_loss()
-            self._record = SharedRecord.now()
-            if self._record is None:
-                self._unwatch()
+        if self._reader is None or not self._reader.waits:
+            return
+        self._read()
+        if self._reader.resume():
+            self._in_backward = True
+        else:
+            self._stop()
 
     def _after_backward(self) -> None:
-        if self._has_left and self._record is not None:
-            if self._marks or self._is_over:
-                self.end()
-            else:  # this was the backward of another computation
-                self._read(go_on=False)
-                self._loss = YieldingRecord(self._asked)
+        if not self._in_backward:
+            return
+        ended = self._is_over or bool(self._marks)
+        self._read()
+        self._in_backward = False
+        if ended:  # if not, this was the backward of another computation
+            self._stop()
 
 
-def recorder_of(device: torch.device, owner: object) -> Recorded | None:
+def recorder_of(device: torch.device) -> Recorded | None:
     """Return a meter for a step that begins now, on a device without counters; None if it cannot be recorded.
 
     A profiler of the user may run on this thread, or a backward, within which a record can be neither read nor ended.
-    Or what follows another compiled model is recorded, of which this one is a part: it is recorded in a later step.
-
-    Args:
-        owner: whoever measures steps of one model.
     """
     kind = kind_of(device)
     if kind.can(Ability.STATISTICS) or not kind.recorded or backward_task() >= 0:
         return None
-    return None if YieldingRecord.lets_wait(owner) or is_profiled() else Recorded()
+    return None if is_profiled_by_others() else Recorded()
 
 
-def meter_of(device: torch.device, owner: object, *, peaks: bool) -> Meter:
+def meter_of(device: torch.device, *, peaks: bool) -> Meter:
     """Return a meter for a step on a device that begins now.
 
     Args:
-        owner: whoever measures steps of one model.
         peaks: True: all borders, and the peaks between them, have to be known after the step.
     """
     if kind_of(device).can(Ability.STATISTICS):
         return Counted(device, peaks=peaks)
-    return (recorder_of(device, owner) if peaks else None) or Unmeasured()
+    return (recorder_of(device) if peaks else None) or Unmeasured()

@@ -20,7 +20,14 @@ from fxremat.graphs.accounting import assumed_for
 from fxremat.runtime import loss_meter
 from fxremat.search.call_programs import CallProgram
 from fxremat.settings import Search
-from fxremat.torch_private import AllocationRecord, YieldingRecord, holds_gradients, is_profiled
+from fxremat.torch_private import (
+    AllocationReader,
+    AllocationRecord,
+    SharedRecord,
+    holds_gradients,
+    is_profiled,
+    unrecorded,
+)
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 FAST: Any = {"search": Search(seconds=0.0, slots=100)}
@@ -184,40 +191,71 @@ def test_a_profiler_of_the_program_may_start_anywhere(make: Callable[[], nn.Modu
     assert not is_recorded()
 
 
-def test_a_record_gives_way_to_others_and_is_lost_then() -> None:
+def test_a_record_gives_way_to_others_and_begins_again() -> None:
     prepare = torch.autograd.profiler._prepare_profiler  # type: ignore[attr-defined]
-    record = YieldingRecord()
+    reader = AllocationReader()
+    torch.empty(1000)
     assert is_recorded()
     assert not is_profiled()
     assert not is_recorded()
-    assert record.stop() is None
-    record, other = YieldingRecord(), AllocationRecord()
+    torch.empty(2000)
+    assert reader.read() == ([4000, -4000], True)
+    assert is_recorded()
+    other = AllocationRecord()
     torch.empty(1000)
-    assert record.stop() is None
     assert other.stop() == [4000, -4000]
-    record = YieldingRecord()
+    assert reader.read() == ([], True)
     torch.empty(1000)
-    assert record.stop() == [4000, -4000]
+    assert reader.read() == ([4000, -4000], False)
+    reader.end()
+    assert not is_recorded()
     assert torch.autograd.profiler._prepare_profiler is prepare  # type: ignore[attr-defined]
+
+
+def test_readers_of_a_record_read_what_comes_while_they_read() -> None:
+    first = AllocationReader()
+    torch.empty(1)
+    second = AllocationReader()
+    torch.empty(2)
+    assert second.read() == ([8, -8], False)
+    with first.paused():
+        torch.empty(3)
+        assert not second.resume()
+    torch.empty(4)
+    first.end()
+    assert is_recorded()
+    torch.empty(5)
+    assert second.read() == ([16, -16, 20, -20], True)
+    second.end()
+    assert not is_recorded()
+    assert unrecorded(is_recorded) is False
+
+
+def test_what_is_run_unrecorded_is_not_missed() -> None:
+    reader = AllocationReader()
+    assert unrecorded(lambda: len(torch.empty(1000)) + is_recorded()) == 1000
+    assert reader.read() == ([], False)
+    reader.end()
 
 
 def test_a_record_ends_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs may be looked at in a notebook, and kept, without a backward ever."""
-    record = YieldingRecord()
+    reader = AllocationReader()
+    monkeypatch.setattr(SharedRecord, "most_seconds", 0.0)
     gc.collect()
     assert is_recorded()
-    monkeypatch.setattr(YieldingRecord, "most_seconds", 0.0)
+    reader.waits = True
     gc.collect()
     assert not is_recorded()
-    assert record.stop() is None
+    assert reader.read()[1]
+    reader.end()
 
 
-def test_a_record_that_is_stopped_in_a_backward_ends_later() -> None:
-    x, found = torch.ones(8, requires_grad=True), []
-    y, record = x * 2, YieldingRecord()
-    y.register_hook(lambda _: found.append(record.stop()))
+def test_a_record_that_nobody_reads_from_a_backward_on_ends_later() -> None:
+    x = torch.ones(8, requires_grad=True)
+    y, reader = x * 2, AllocationReader()
+    y.register_hook(lambda _: reader.end())
     y.sum().backward()
-    assert found == [None]
     assert is_recorded()
     with profile(activities=[ProfilerActivity.CPU]) as by_torch:
         x.exp()
@@ -290,45 +328,3 @@ def test_what_a_backward_takes_beyond_its_prediction_is_learned(monkeypatch: pyt
         compiled.zero_grad()
     peak = peak_bytes(step)
     assert peak <= compiled.plan.predicted_peak <= compiled.plan.budget
-
-
-class Mixed(nn.Module):
-    """Layers of 64, with a graph break before them if asked for."""
-
-    def __init__(self, breaks: bool, last: int) -> None:
-        super().__init__()
-        layers = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(3)]
-        self.layers, self.last, self.breaks = nn.Sequential(*layers), nn.Linear(64, last), breaks
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.sin()
-        if self.breaks:
-            torch._dynamo.graph_break()
-        return self.last(self.layers(x))  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("mem", ["min", "100%"])
-@pytest.mark.parametrize("head_breaks", [False, True])
-@pytest.mark.parametrize("breaks", [False, True])
-def test_a_model_that_another_compiled_one_follows_is_planned_with_what_that_one_takes(
-    breaks: bool, head_breaks: bool, mem: str
-) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(256, 64)
-    body, head = (
-        fxremat.compile(model, mem=mem, search=Search(seconds=0.0))
-        for model in (Mixed(breaks, 64), Mixed(head_breaks, 256))
-    )
-
-    def step() -> None:
-        for model in (body, head):
-            model.zero_grad(set_to_none=True)
-        head(body(x)).square().mean().backward()
-
-    for _ in range(12):
-        step()
-    for model in (body, head):
-        model.zero_grad(set_to_none=True)
-    measured = peak_bytes(step)
-    assert measured <= body.plan.budget
-    assert breaks or body.plan.predicted_peak <= 1.02 * measured
