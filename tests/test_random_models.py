@@ -120,6 +120,7 @@ def train_once_quietly(model: nn.Module, given: list[torch.Tensor], *, twice: bo
 @few(4)
 @given(small_recipes, st.integers(0, 100), st.sampled_from([False, False, False, True]))
 @example(Recipe((Layer("batch_norm", 0, 0), Layer("dropout", 0, 0), Layer("cat", 0, 2)), 2, True), 0, False)
+@example(Recipe((Layer("batch_norm", 0, 3), Layer("images", 0, 3)), 2, True, True), 21, False)
 def test_random_models_small(recipe: Recipe, share: int, twice: bool) -> None:
     check(recipe, share, twice=twice, search=QUICK)
 

@@ -64,12 +64,13 @@ def without_tangents(module: fx.GraphModule, unused: Set[str]) -> fx.GraphModule
     gone = zero | terms.keys()
     written = {storage(node) for node in graph.nodes if node not in gone and _overwritten(node) is not None}
     for node, term in terms.items():
-        others = [each for each in node.all_input_nodes if each is not term]
-        in_place = _overwritten(node) is not None
-        if not written.isdisjoint((storage(node), storage(term))):
-            node.target, node.args = aten.clone.default, (term,)
+        others, overwritten = [each for each in node.all_input_nodes if each is not term], _overwritten(node)
+        if overwritten is not None:
+            node.target, node.args = beside if overwritten is term else copied_into, (term, *others)
+        elif written.isdisjoint((storage(node), storage(term))):
+            node.target, node.args = copied_beside, (term, *others)
         else:
-            node.target, node.args = beside if in_place else copied_beside, (term, *others)
+            node.target, node.args = cloned_beside, (term, *others)
     return fx.GraphModule(module, graph)
 
 
@@ -94,8 +95,16 @@ def _give_zeros(
 
 
 def beside(term: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """Return the first tensor; until then a graph holds the second one too, as where it adds both in place."""
+    """Return the first tensor; until then a graph holds the second one too, as where it adds that to the first one."""
     return term
+
+
+def copied_into(term: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the first tensor, in the memory of the second one as a sum in place, if that lies as the first.
+
+    The first may be a part of a larger tensor, which is then freed as after the sum.
+    """
+    return zeros.copy_(term) if zeros.stride() == term.stride() else term.clone()
 
 
 def copied_beside(term: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -103,6 +112,11 @@ def copied_beside(term: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     """
     copy = term.clone()
     return copy if copy.stride() == term.stride() else term
+
+
+def cloned_beside(term: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the first tensor; a graph frees the second one then, which it would hold if nothing read it."""
+    return term.clone()
 
 
 def emptied_or_new(zeros: torch.Tensor) -> torch.Tensor:

@@ -243,6 +243,18 @@ def test_what_a_sum_is_replaced_by_is_not_overwritten(name: str) -> None:
     assert all(map(torch.equal, ran(found, *values), ran(module, *values)))
 
 
+def test_a_sum_in_the_memory_of_zeros_keeps_no_larger_tensor_alive() -> None:
+    def sum_with_a_row(call: Any, a: fx.Node, b: fx.Node) -> tuple[Any, ...]:
+        return (call(aten.add_.Tensor, (call(aten.neg.default, (a,)), call(aten.select.int, (b, 0, 1)))),)
+
+    module = graph_of(sum_with_a_row, "tangents_1", "tangents_2")
+    found = without_tangents(module, {"tangents_1"})
+    assert found is not None
+    (row,) = found(torch.zeros(4), torch.arange(16.0).view(4, 4))
+    assert row.tolist() == [4, 5, 6, 7]
+    assert row.untyped_storage().nbytes() == row.nbytes
+
+
 def test_a_graph_that_adds_nothing_for_them_stays_as_it_is() -> None:
     module = graph_of(
         lambda call, a, b: (call(aten.add.Tensor, (a, call(aten.neg.default, (b,)))),), "tangents_1", "tangents_2"
