@@ -28,6 +28,7 @@ from unittest import mock
 import torch
 from torch import fx
 
+from fxremat.data_stack import with_room_for_calls
 from fxremat.errors import FxrematError, NotSymbolic
 
 T = TypeVar("T")
@@ -577,6 +578,7 @@ def _captured_by(
     inner = context.callback
 
     @functools.wraps(inner)
+    @with_room_for_calls
     def callback(frame: Any, *args: Any, **kwargs: Any) -> Any:
         code = frame.f_code
         if code is not call.__code__ and (in_backward() or code.co_filename.startswith(RUNTIME)):

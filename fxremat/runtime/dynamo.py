@@ -31,6 +31,7 @@ from fxremat.cost.devices import Device
 from fxremat.cost.layouts import LayoutsDiffer, Strides
 from fxremat.cost.segments import expand_segments
 from fxremat.cost.workspaces import make_workspaces, warn_of_trials
+from fxremat.data_stack import with_room_for_calls
 from fxremat.device import kind_of
 from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError, InvalidBudget, NotSymbolic
 from fxremat.graphs.accounting import device_of, held_beside_copies, largest_tensor
@@ -221,6 +222,7 @@ class Backend:
         self._largest_calls: dict[object, LargestCall] = {}  # by what calls do, whatever their sizes
         self._largest_call = LargestCall()  # the one of these that belongs to the graph that is being compiled
 
+    @with_room_for_calls
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Return a compiled function for a captured graph. Raises `CaptureError` for sizes that depend on data."""
         inline_regions(module)
