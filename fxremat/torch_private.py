@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import inspect
 import itertools
 import math
@@ -244,21 +245,6 @@ def current_node() -> Any:
 def is_compiled_backward(node: Any) -> bool:
     """Tell, by its class, whether an autograd node is the backward of a graph of AOTAutograd (torch 2.11, 2.13)."""
     return type(node).__name__ == "CompiledFunctionBackward"
-
-
-def follows_compiled(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether a tensor was computed from what a graph of AOTAutograd returned. Costs a walk over autograd's graph.
-    """
-    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set[Any](waiting)
-    while waiting:
-        node = waiting.pop()
-        if is_compiled_backward(node):
-            return True
-        before = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= before
-        waiting += before
-    return False
 
 
 UNKNOWN_LINE = "an unknown line"  # where dynamo does not tell where it stopped
@@ -1278,11 +1264,11 @@ class AllocationRecord:
 class AllocationReader:
     """Reads the allocations and deallocations of this thread from its construction on, beside any number of others.
 
-    What is allocated while another profiler records the thread is missed; see `SharedRecord`.
+    What is allocated while another profiler records the thread, and until `resume`, is missed; see `SharedRecord`.
     """
 
     def __init__(self) -> None:
-        self.waits = False  # True: the record may end after a minute, as nothing may come any more that is read
+        self.waits = False  # True: the record may end for another profiler, or after a minute
         self.is_paused = False
         self._unread: list[int] = []
         self._has_missed = False
@@ -1294,8 +1280,8 @@ class AllocationReader:
 
         Within a backward, what it has allocated so far is returned later.
         """
-        self._record.share()
-        found = self._unread, self._has_missed
+        is_recorded = self._record.share()
+        found = self._unread, self._has_missed or not (is_recorded or self.is_paused)
         self._unread, self._has_missed = [], False
         return found
 
@@ -1331,14 +1317,21 @@ class SharedRecord:
     """Records a thread's allocations for several readers, until another profiler starts on the thread.
 
     A thread has one profiler at a time, and a second one raises. So fxremat's own ask `is_profiled` before, and those
-    of a user pass `_prepare_profiler` or `_enable_profiler` of `torch.autograd.profiler` (torch 2.11, 2.13), which are
-    replaced while a thread has readers: the record ends then. Readers begin it again. It also ends if all readers have
-    waited for a minute, since it grows with each op; Python's garbage collector gives the occasion.
+    of a user pass one of `STARTS` (torch 2.11, 2.13), which are replaced while a thread has readers: the record ends
+    then, if all readers wait. Readers begin it again. It also ends if all have waited for a minute, since it grows with
+    each op; Python's garbage collector gives the occasion.
     """
+
+    STARTS: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("profiler", "_prepare_profiler"),
+        ("profiler", "_enable_profiler"),
+        ("profiler_legacy", "_enable_profiler_legacy"),
+    )
+    """The modules of `torch.autograd`, and functions there, that start profilers."""
 
     most_seconds: ClassVar[float] = 60.0
     _of_threads: ClassVar[weakref.WeakKeyDictionary[threading.Thread, SharedRecord]] = weakref.WeakKeyDictionary()
-    _replaced: ClassVar[dict[str, Callable[..., Any]]] = {}
+    _replaced: ClassVar[dict[tuple[str, str], Callable[..., Any]]] = {}
     _set_up_now: ClassVar[set[SharedRecord]] = set()  # those that have readers, or still run
 
     def __init__(self) -> None:
@@ -1354,8 +1347,13 @@ class SharedRecord:
 
     @classmethod
     def give_way(cls) -> None:
-        """End the record of this thread, if there is one, unless a backward runs."""
-        if (record := cls._of_threads.get(threading.current_thread())) is not None:
+        """End the record of this thread, if there is one, unless a backward runs, or a reader does not wait.
+
+        A range that begins while one profiler records, as around compiled code, must not end while another kind does:
+        torch takes the state of the one for that of the other.
+        """
+        record = cls._of_threads.get(threading.current_thread())
+        if record is not None and all(reader.waits for reader in record._readers):
             record.end()
 
     @classmethod
@@ -1385,10 +1383,11 @@ class SharedRecord:
         if not self._readers:
             self.end()
 
-    def share(self) -> None:
-        """Give readers what was recorded so far, and go on."""
-        self._stop()
-        self.resume()
+    def share(self) -> bool:
+        """Give readers what was recorded so far, and go on; tell whether this thread is recorded."""
+        if self._stop():
+            self.resume()
+        return self._record is not None
 
     def resume(self) -> bool:
         """Record, if there is a reader, none is paused, and there is no other profiler; tell whether one records now.
@@ -1403,7 +1402,8 @@ class SharedRecord:
         if self._stop():
             for reader in tuple(self._readers):
                 reader.miss()
-        if self._record is None and not self._readers:
+        thread = self._thread()
+        if not self._readers and (self._record is None or thread is None or not thread.is_alive()):
             self._tear_down()
 
     @property
@@ -1426,9 +1426,10 @@ class SharedRecord:
         self._set_up_now.add(self)
         gc.callbacks.append(self._look_at_clock)
         atexit.register(self.give_way)  # torch warns of a profiler that runs at the end of the process
-        for name in () if self._replaced else ("_prepare_profiler", "_enable_profiler"):
-            self._replaced[name] = getattr(torch.autograd.profiler, name)
-            setattr(torch.autograd.profiler, name, functools.partial(self._instead, name))
+        for start in () if self._replaced else self.STARTS:
+            module, name = _autograd_module(start[0]), start[1]
+            self._replaced[start] = getattr(module, name)
+            setattr(module, name, functools.partial(self._instead, start))
 
     def _tear_down(self) -> None:
         if self not in self._set_up_now:
@@ -1437,7 +1438,8 @@ class SharedRecord:
         gc.callbacks.remove(self._look_at_clock)
         atexit.unregister(self.give_way)
         while self._replaced and not self._set_up_now:
-            setattr(torch.autograd.profiler, *self._replaced.popitem())
+            (module, name), function = self._replaced.popitem()
+            setattr(_autograd_module(module), name, function)
 
     def _look_at_clock(self, phase: str, _: object) -> None:
         late = not self._readers or time.monotonic() - self._began > self.most_seconds
@@ -1445,10 +1447,14 @@ class SharedRecord:
             self.end()
 
     @classmethod
-    def _instead(cls, name: str, *args: Any, **kwargs: Any) -> Any:
-        replaced = cls._replaced.get(name)
+    def _instead(cls, start: tuple[str, str], *args: Any, **kwargs: Any) -> Any:
+        replaced = cls._replaced.get(start)
         cls.give_way()
-        return (replaced or getattr(torch.autograd.profiler, name))(*args, **kwargs)
+        return (replaced or getattr(_autograd_module(start[0]), start[1]))(*args, **kwargs)
+
+
+def _autograd_module(name: str) -> Any:
+    return importlib.import_module(f"torch.autograd.{name}")
 
 
 class RecordedEvent(NamedTuple):

@@ -61,8 +61,8 @@ def _is_larger(at: SizedPrograms, node: Node) -> bool:
 
 
 FEWER = (
-    "%s follows another compiled model, whose budget bounds the whole step: its own, %s = %d bytes, is less than what "
-    "the step takes beside it, so that it runs with its least, %d bytes"
+    "%s runs in a step that another compiled model has begun, whose budget bounds all of it: its own, %s = %d bytes, "
+    "is less than what the step takes beside it, so that it runs with its least, %d bytes"
 )
 
 
@@ -100,7 +100,7 @@ class PathPlans:
         self._in_vain = 0
         self._plan: paths.Path | None = None  # the plan for the path of the last step
         self.planned = 0  # number of times that programs were chosen
-        # True if another compiled model comes first in the last measured step: what it takes counts for its own budget
+        # True if another compiled model has begun the last measured step: what it takes counts for its own budget
         self.follows = False
         self._told_of_others = False
         self._stale = True
@@ -214,7 +214,7 @@ class PathPlans:
             self._choose(self.mem)
             if self._plan is None:
                 least = self._least()
-                if self.follows and self.is_share:
+                if self.is_share and (self.follows or not all(node.measured for node in self._last)):
                     self._take_least(self.limit, least)
             if self._plan is None:
                 where, advice = self._floor(least)
@@ -232,10 +232,13 @@ class PathPlans:
         self.planned += 1
 
     def _take_least(self, limit: Limit, least: int) -> None:
-        """Plan for the least budget instead of one in percent, as memory of other models cannot be planned here."""
+        """Plan for the least budget instead of one in percent.
+
+        It cannot be kept as memory of other models is not planned here, or is a percentage of what was not measured.
+        """
         self.limit = replace(limit, known=least)
         self._choose(least)
-        if not self._told_of_others:
+        if self.follows and not self._told_of_others:
             self._told_of_others = True
             log.warning(FEWER, self._model, limit.words, limit.bytes, least)
 

@@ -224,6 +224,8 @@ class Call:
     # bytes that its backward is known to allocate; None: unknown, since its forward ran again
     known_need: int | None = None
     differentiated: bool = False  # True once the backward of this call has begun
+    outlived: frozenset[int] = frozenset()  # outputs that were alive when the call freed its saved tensors
+    freed_early: int = 0  # bytes of these that were freed before the backward of this call, which saves them otherwise
     token: int = field(default_factory=lambda: next(_tokens))
     # the `id` of each parameter that this call reads; filled only in measured steps
     leaves: frozenset[int] = frozenset()
@@ -305,6 +307,14 @@ class Call:
         """The outputs that are still alive."""
         return frozenset(value for value, is_alive in self._alive.items() if is_alive())
 
+    def look_at_outputs(self) -> frozenset[int]:
+        """Return the outputs that are alive, or would be if the call had not freed its saved tensors.
+
+        The latter, which other calls have kept alive, count as freed early.
+        """
+        self.freed_early = sum(self.at.outputs.get(value, 0) for value in self.outlived - self.held)
+        return self.held | self.outlived
+
     @property
     def float_storages(self) -> Set[int]:
         """The `storage_of` each floating-point output."""
@@ -377,6 +387,7 @@ class Call:
     def let_go(self) -> None:
         """Free the saved tensors; the forward then has to run again before the backward."""
         self._drop()
+        self.outlived = self.held
 
     def free(self) -> None:
         """Free all that the call holds, since its backward runs now, or never."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from operator import ne
@@ -39,14 +40,13 @@ from fxremat.runtime.called_graph import CalledGraph, current
 from fxremat.runtime.calls import Call, Output, Step
 from fxremat.runtime.emitted import Emitted
 from fxremat.runtime.gradient_sums import GradientSums
-from fxremat.runtime.step_memory import OtherPlans, Unmeasured, meter_of
+from fxremat.runtime.step_memory import OtherModels, Unmeasured, meter_of
 from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.call_programs import CallProgram
 from fxremat.search.paths import Node
 from fxremat.torch_private import (
     after_backward,
     backward_keeps_graph,
-    follows_compiled,
     functions_in_python,
     holds_gradients,
     is_profiled_by_others,
@@ -96,7 +96,7 @@ class Coordinator:
         self._unsettled, self._in_vain = SETTLED, 0
         self._told_of_profiler = False
         self._ignores_next = False
-        self._others = OtherPlans()
+        self._others = OtherModels()
         self._may_have_litter = True  # tensors of a step that failed, perhaps another model's, may be in cycles
 
     @property
@@ -159,7 +159,7 @@ class Coordinator:
     def _begin(self) -> None:
         self._end()
         self._renew()
-        if self._others.have_changed():
+        if self._others.have_new_plans():
             self._unsettled, self._in_vain = SETTLED, 0
         self.steps += 1
         ignored, self._ignores_next = self._ignores_next, False
@@ -174,7 +174,10 @@ class Coordinator:
                 self._told_of_profiler = True
                 log.warning(PROFILED)
         added = {} if meter.level() is None else {id(p): p.nbytes for p in self._with_gradient}
+        if measured:
+            self.plans.follows = self._others.wait()
         self._step = Step(self, self.plans.root, meter, measured, added)
+        self._others.own_step_waits = partial(_waits, weakref.ref(self._step))
 
     def ignore_step(self) -> None:
         """Do not use measurements of the current step, since it runs ops that no plan contains."""
@@ -283,11 +286,8 @@ class Coordinator:
             names = {id(parameter): name for name, parameter in self._parameters()}
             name = graph.name_with(names.get(id(primal)) for primal in primals)
             self.plans.name(node, name, functions_in_python())
-        if not step.calls:
-            if step.added:
-                self._without_freed_gradients(step)
-            if step.measured:
-                self.plans.follows = follows_compiled(x for x in primals if isinstance(x, torch.Tensor))
+        if step.added and not step.calls:
+            self._without_freed_gradients(step)
         step.note("forward", node)
         if not node.measured:
             node.assume(step.meter.level(), step.saved, step.calls[-1].node if step.calls else None)
@@ -389,7 +389,7 @@ class Coordinator:
             self._unsettled, self._in_vain = SETTLED, 0
         self.plans.differentiate(node)
         if step.measured:
-            node.hold(call.held)
+            node.hold(call.look_at_outputs())
         if any(map(ne, map(layout_of, tangents), call.at.layouts)):
             self.plans.stride(node)
         if not call.is_as_saved:
@@ -495,6 +495,11 @@ class Coordinator:
             self._in_vain += 1
 
 
+def _waits(reference: weakref.ref[Step]) -> bool:
+    """Tell whether the backward of a step may still come."""
+    return (step := reference()) is not None and step.goes_on
+
+
 def _need_again(call: Call, added: frozenset[int], program: CallProgram) -> int:
     """Return the bytes that rerunning a call's forward by `program`, and then its backward, need.
 
@@ -508,7 +513,7 @@ def _need_again(call: Call, added: frozenset[int], program: CallProgram) -> int:
 def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:
     """Return the numbers measured for each call of a step, and whether all of them are exact."""
     numbers: dict[Node, Numbers] = {}
-    spared, known = step.spared, {call.node: call.known_need for call in step.calls}
+    spared, calls = step.spared, {call.node: call for call in step.calls}
     exact = step.moments[-1].kind == "end"
     for moment, following in zip(step.moments, [*step.moments[1:], None], strict=True):
         level = moment.border.level
@@ -519,9 +524,10 @@ def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:
         if moment.kind == "forward":
             here["before"] = level - moment.saved
         elif moment.kind == "backward":
-            here["back"] = level - moment.saved + spared[moment.node][0]
+            call = calls[moment.node]
+            here["back"] = level - moment.saved + spared[moment.node][0] + call.freed_early
             peak = following.border.peak if following is not None else None
-            if peak is not None and (need := known[moment.node]) is not None:
+            if peak is not None and (need := call.known_need) is not None:
                 here["excess"] = max(0, peak - level - need)
         elif following is not None and following.border.level is not None:
             peak = following.border.peak

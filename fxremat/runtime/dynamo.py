@@ -81,7 +81,7 @@ from fxremat.runtime.loss_meter import LossMeter, MeasuredLoss
 from fxremat.runtime.ranks import ranks_of
 from fxremat.runtime.real_layouts import real_layouts
 from fxremat.runtime.sized import Sized
-from fxremat.runtime.step_memory import OtherPlans
+from fxremat.runtime.step_memory import OtherModels
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.torch_compile import Graphs, WholeGraph, graphs_of
 from fxremat.runtime.unused import Backward, telling_unused, unused_outputs, without
@@ -190,7 +190,7 @@ class Backend:
         self.target = target
         self.input_names = tuple(names)
         self.plans: deque[Plan] = deque(maxlen=KEPT_PLANS)
-        self._others = OtherPlans()
+        self._others = OtherModels()
         self.until = Until.RUN
         self._layouts_vary = False  # True once a loss outside handed in gradients that lie otherwise than traced
         self._told_of_loss = False  # True once a warning told ranks that the loss takes more memory than planned

@@ -24,7 +24,7 @@ from torch import Tensor
 from fxremat.device import Ability, kind_of
 from fxremat.graphs.accounting import assumed_for, numbers_of_loss
 from fxremat.graphs.nodes import storage_bytes
-from fxremat.runtime.step_memory import Border, OtherPlans, Recorded, recorder_of
+from fxremat.runtime.step_memory import Border, OtherModels, Recorded, recorder_of
 from fxremat.torch_private import (
     accumulates_into,
     current_node,
@@ -90,7 +90,7 @@ class LossMeter:
         step: the compiled step.
         trained: indices of the step's outputs that require grad.
         tell: called with each measurement.
-        others: tells whether other models have new plans; then the loss is measured again.
+        others: tells whether other models have new plans; then the loss is measured again. Is told of this step.
         stepping: the step updates its parameters itself, and has their gradients elsewhere.
     """
 
@@ -99,7 +99,7 @@ class LossMeter:
         step: Callable[..., Sequence[Any]],
         trained: Sequence[int],
         tell: Callable[[MeasuredLoss], None],
-        others: OtherPlans,
+        others: OtherModels,
         *,
         stepping: bool = False,
     ) -> None:
@@ -110,7 +110,7 @@ class LossMeter:
         self._was_recorded = False  # True once the loss was measured by a record
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        changed = self._others.have_changed()
+        changed = self._others.have_new_plans()
         measured = changed or (self.calls + 1) & self.calls == 0
         self._was_recorded = self._was_recorded and not changed
         leaves = [x for x in inputs if _is_without_gradient(x)] if measured and not self.stepping else []
@@ -121,16 +121,16 @@ class LossMeter:
                 failed.callback(meter.end)
             outputs = self.step(*inputs)
             self.calls += 1
+            if self._others.exist and (node := self._node_of(outputs)) is not None:
+                self._others.own_step_waits = _waiting_for(node)
             if measured and self._measure(outputs, leaves, meter):
                 failed.pop_all()
         return outputs
 
     def _measure(self, outputs: Sequence[Any], leaves: Sequence[Tensor], meter: Recorded | None) -> bool:
         """Measure the loss that follows; return True if the meter goes on."""
-        trained = [outputs[position] for position in self.trained]
+        node, trained = self._node_of(outputs), [outputs[position] for position in self.trained]
         others = [t for position, t in enumerate(outputs) if position not in self.trained and isinstance(t, Tensor)]
-        nodes = (output.grad_fn for output in trained)
-        node = next((node for node in nodes if node is not None and is_compiled_backward(node)), None)
         tensors = [output for output in trained if output.dim() > 0]
         if node is None:
             return False
@@ -154,6 +154,11 @@ class LossMeter:
 
         handle = node.register_prehook(tell)
         return False
+
+    def _node_of(self, outputs: Sequence[Any]) -> Any:
+        """Return the node of the step's backward; None if it has none."""
+        nodes = (outputs[position].grad_fn for position in self.trained)
+        return next((node for node in nodes if node is not None and is_compiled_backward(node)), None)
 
     def _watch(self, node: Any, outputs: _Outputs, leaves: Sequence[Tensor], meter: Recorded | None) -> None:
         """Measure the loss on a device without counters.
@@ -221,6 +226,13 @@ class LossMeter:
         stop, self._stop = self._stop, None
         if stop is not None:
             stop()
+
+
+def _waiting_for(node: Any) -> Callable[[], bool]:
+    """Return a function that tells whether a backward may still reach a node for the first time."""
+    reached, reference = list[bool](), weakref.ref(node)
+    node.register_prehook(lambda _: reached.append(True))
+    return lambda: not reached and reference() is not None
 
 
 def _is_differentiated_elsewhere(gradients: Sequence[Tensor | None]) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import ClassVar
@@ -41,23 +42,36 @@ They are followed by one of `Recorded.number` bytes, which identifies the meter.
 FIRST, MOST = 5, 64  # ids of meters count up from `FIRST`, and start again after `MOST` ids
 
 
-class OtherPlans:
-    """Tells a model that measures its steps whether another one has a new plan, which may take other memory in them."""
+class OtherModels:
+    """Tells a model that measures its steps about the other compiled models of this process."""
 
-    _made: ClassVar[int] = 0  # number of plans made in this process
+    _made: ClassVar[int] = 0  # number of plans made so far
+    _all: ClassVar[weakref.WeakSet[OtherModels]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self._known = self._made
+        self._all.add(self)
+        self.own_step_waits: Callable[[], bool] = lambda: False  # tells whether the backward of a step may still come
 
-    def have_changed(self) -> bool:
-        """Tell whether other models have new plans since this was last asked."""
+    @property
+    def exist(self) -> bool:
+        """True if there may be others."""
+        return len(self._all) > 1
+
+    def have_new_plans(self) -> bool:
+        """Tell whether others have new plans since this was last asked: they may take other memory then."""
         known, self._known = self._known, self._made
         return known != self._known
 
     def note_own(self) -> None:
         """Note a new plan of this model itself."""
-        OtherPlans._made += 1
+        OtherModels._made += 1
         self._known += 1
+
+    def wait(self) -> bool:
+        """Tell whether the step of another one waits for its backward, so that what begins now is a part of that step.
+        """
+        return any(other.own_step_waits() for other in tuple(self._all) if other is not self)
 
 
 class Border:
@@ -189,6 +203,7 @@ class Recorded(Meter):
     def __init__(self) -> None:
         self.number, self._thread = FIRST + next(self._numbers) % MOST, threading.get_ident()
         self._level, self._top, self._exact = 0, 0, True
+        self._is_lost = False  # True once something other than a loss was not recorded
         self._reader: AllocationReader | None = AllocationReader()
         self._marks: list[Border] = []
         self._in_backward = False  # True while the backward of the step, or of another computation behind it, runs
@@ -203,11 +218,11 @@ class Recorded(Meter):
         return self._thread == threading.get_ident()
 
     def level(self) -> int | None:
-        """Return the bytes that are allocated now; None within the backward."""
+        """Return the bytes that are allocated now; None within the backward, and where something was not recorded."""
         if self._in_backward or self._marks:
             return None
         self._read()
-        return self._level
+        return None if self._is_lost else self._level
 
     def lower_base(self, size: int) -> None:
         """Count memory from a level that is `size` bytes lower than the one at which the step began."""
@@ -248,8 +263,8 @@ class Recorded(Meter):
         self._exact = False
 
     def _note(self, border: Border) -> None:
-        border.level = self._level
-        border.peak = self._top if self._exact else None
+        border.level = None if self._is_lost else self._level
+        border.peak = self._top if self._exact and not self._is_lost else None
         self._level += border.change
         self._top, self._exact = self._level, True
 
@@ -282,7 +297,7 @@ class Recorded(Meter):
             self._count(self._outside)
             self._outside = 0
         else:
-            self._exact = False
+            self._is_lost = True
 
     def _count(self, change: int) -> None:
         self._level += change
@@ -305,6 +320,7 @@ class Recorded(Meter):
         if self._reader is not None:
             self._read()
             self._reader.waits = False
+            self._is_lost |= not self._reader.resume()
 
     def forget(self) -> None:
         """Stop waiting for the step's backward."""

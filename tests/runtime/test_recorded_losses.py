@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -191,25 +194,34 @@ def test_a_profiler_of_the_program_may_start_anywhere(make: Callable[[], nn.Modu
     assert not is_recorded()
 
 
-def test_a_record_gives_way_to_others_and_begins_again() -> None:
-    prepare = torch.autograd.profiler._prepare_profiler  # type: ignore[attr-defined]
+def test_a_record_whose_reader_waits_gives_way_to_others() -> None:
+    modules = torch.autograd.profiler, torch.autograd.profiler_legacy
+    before = [dict(vars(module)) for module in modules]
     reader = AllocationReader()
     torch.empty(1000)
+    assert is_profiled()
     assert is_recorded()
+    reader.waits = True
     assert not is_profiled()
     assert not is_recorded()
     torch.empty(2000)
     assert reader.read() == ([4000, -4000], True)
-    assert is_recorded()
+    assert reader.read() == ([], True)
+    assert reader.resume()
     other = AllocationRecord()
     torch.empty(1000)
+    assert not reader.resume()
     assert other.stop() == [4000, -4000]
+    assert reader.resume()
     assert reader.read() == ([], True)
     torch.empty(1000)
     assert reader.read() == ([4000, -4000], False)
+    with warnings.catch_warnings(), torch.autograd.profiler_legacy.profile():
+        assert is_recorded()
+        assert not reader.resume()
     reader.end()
     assert not is_recorded()
-    assert torch.autograd.profiler._prepare_profiler is prepare  # type: ignore[attr-defined]
+    assert [vars(module) for module in modules] == before
 
 
 def test_readers_of_a_record_read_what_comes_while_they_read() -> None:
@@ -261,6 +273,34 @@ def test_a_record_that_nobody_reads_from_a_backward_on_ends_later() -> None:
         x.exp()
     assert "aten::exp" in {event.name for event in by_torch.events()}
     assert not is_recorded()
+
+
+def test_nothing_is_left_of_a_thread_that_ends_while_it_is_recorded() -> None:
+    before, readers = len(gc.callbacks), list[AllocationReader]()
+    thread = threading.Thread(target=lambda: readers.append(AllocationReader()))
+    thread.start()
+    thread.join()
+    assert len(gc.callbacks) == before + 1
+    readers[0].end()
+    assert len(gc.callbacks) == before
+    assert not SharedRecord._set_up_now
+
+
+def test_a_second_forward_under_a_profiler_is_not_measured() -> None:
+    """What it allocates is unknown; the first step without the profiler is measured then."""
+    compiled, x = fxremat.compile(InTwoGraphs(), mem="100%", **FAST), torch.randn(ROWS, 64)
+
+    def step(profiled: bool = False) -> None:
+        compiled.zero_grad()
+        first = compiled(x)
+        with profile(activities=[ProfilerActivity.CPU]) if profiled else contextlib.nullcontext():
+            second = compiled(x + 1)
+            more = (second.exp() @ torch.ones(64, 4000)).square().mean()
+        (first.square().mean() + more).backward()
+
+    for number in range(12):
+        step(profiled=number < 6)
+    assert peak_bytes(step) <= compiled.plan.budget
 
 
 def test_outputs_dropped_within_another_backward() -> None:

@@ -120,7 +120,7 @@ def test_a_cycle_gan(mem: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         found = steps(gan.models, gan.step)
     assert all(map(torch.equal, found, wanted))
-    assert ("follows another compiled model, whose budget bounds the whole step" in caplog.text) == (mem == "80%")
+    assert ("runs in a step that another compiled model has begun" in caplog.text) == (mem == "80%")
     for name, step in (("there", gan.train_generators), ("one", gan.train_one)):
         plan, measured = gan.models[name].plan, peak_of(gan.models, step)
         assert measured <= plan.budget, name  # type: ignore[union-attr, operator]
