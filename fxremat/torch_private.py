@@ -1951,8 +1951,27 @@ def forget_history(graph: fx.Graph) -> None:
         value = node.meta.get("example_value")
         if not isinstance(value, torch.Tensor) or is_transformed(value):
             continue
-        if value.grad_fn is not None:
+        if value.requires_grad and not is_leaf(value):
             node.meta["example_value"] = value.detach().requires_grad_()
+
+
+def history_of(tensor: torch.Tensor) -> Any:
+    """Return the node of autograd that computed a tensor; None for a leaf, and for a view that is not valid any more.
+
+    Where several views were made at once, as by `chunk`, and their base was overwritten later, autograd raises.
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """Tell whether autograd did not compute a tensor; False for a view that is not valid any more: see `history_of`."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 def input_place(primal: fx.Node) -> int | None:

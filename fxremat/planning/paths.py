@@ -374,10 +374,12 @@ class PathPlans:
             return "", self._advice()
         node, program = found.path.nodes[found.place], found.path.programs[found.place]
         call = self._call(found.path.nodes, found.place)
-        outside = {"forward": node.before, "after": node.after, "backward": node.back, "behind": node.behind}
+        outside = {"ahead": node.ahead, "forward": node.before, "after": node.after}
+        outside |= {"backward": node.back, "behind": node.behind}
         outside_bytes = format_bytes(outside[found.phase])
         kept = found.earlier + (node.saved(program) if found.phase in ("after", "backward") else 0)
-        where = {"after": f"after the forward of {call}", "behind": f"after the backward of {call}"}.get(found.phase)
+        between = {"ahead": "before", "after": "after the forward of", "behind": "after the backward of"}
+        where = f"{between[found.phase]} {call}" if found.phase in between else None
         advice = self._advice(outside=where is not None and not kept)
         if where is None:
             where = f"{_largest_op(node.graph, program, found.phase)} runs in the {found.phase} of {call}"

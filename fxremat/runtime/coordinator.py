@@ -514,7 +514,9 @@ def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:
     """Return the numbers measured for each call of a step, and whether all of them are exact."""
     numbers: dict[Node, Numbers] = {}
     spared, calls = step.spared, {call.node: call for call in step.calls}
-    exact = step.moments[-1].kind == "end"
+    first = next(place for place, moment in enumerate(step.moments) if moment.kind == "forward")
+    ahead = [moment.border.peak for moment in step.moments[: first + 1]]
+    exact = step.moments[-1].kind == "end" and None not in ahead
     for moment, following in zip(step.moments, [*step.moments[1:], None], strict=True):
         level = moment.border.level
         exact &= level is not None
@@ -523,6 +525,8 @@ def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:
         here = numbers.setdefault(moment.node, {})
         if moment.kind == "forward":
             here["before"] = level - moment.saved
+            if moment is step.moments[first]:
+                here["ahead"] = max((peak for peak in ahead if peak is not None), default=0)
         elif moment.kind == "backward":
             call = calls[moment.node]
             here["back"] = level - moment.saved + spared[moment.node][0] + call.freed_early

@@ -28,6 +28,7 @@ from fxremat.runtime.step_memory import Border, OtherModels, Recorded, recorder_
 from fxremat.torch_private import (
     accumulates_into,
     current_node,
+    history_of,
     is_compiled_backward,
     is_node_of,
     is_transformed,
@@ -292,9 +293,9 @@ def made_from(node: Any) -> Iterator[Tensor]:
     for each in gc.get_objects():
         if type(each) is not Tensor or is_transformed(each):
             continue
-        if each.layout is not torch.strided or each.grad_fn is None:
+        if each.layout is not torch.strided or (made_by := history_of(each)) is None:
             continue
-        if each.untyped_storage().nbytes() > each.element_size() and _leads(each.grad_fn, leads):
+        if each.untyped_storage().nbytes() > each.element_size() and _leads(made_by, leads):
             yield each
 
 

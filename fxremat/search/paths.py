@@ -5,6 +5,7 @@ and its children are the calls that came next in some step. Memory that belongs 
 between the graphs, the loss, gradients) was measured, and is the same under any plan. Let S be the bytes that
 the earlier calls of the step have saved. Then a program p of a node fits if
 
+    ahead                                               <= mem      before the first call
     S + before + p.forward                              <= mem      while its forward runs
     S + p.saved + max(after, back + p.backward)         <= mem      between its forward and its backward, and in that
     S + behind                                          <= mem      until the next backward begins
@@ -56,6 +57,7 @@ class Node:
     inputs: Mapping[int, int] = field(default_factory=dict)  # bytes of each input, by value
     children: dict[Any, Node] = field(default_factory=dict)
     count: int = 0  # number of steps that made this call
+    ahead: int = 0  # most bytes allocated from the beginning of the step to this call, if it is the first one
     before: int = 0  # bytes allocated when the forward of this graph call begins
     # most bytes allocated from the end of this call's forward to the next call's forward, or to the first backward
     after: int = 0
@@ -98,9 +100,10 @@ class Node:
         return max(self.heights(program).values())
 
     def heights(self, program: CallProgram) -> dict[str, int]:
-        """Return the peaks of the parts of `highest`: "forward", "after" it, "backward", "behind" it."""
+        """Return the peaks of the parts of `highest`: "ahead" of it, "forward", "after" it, "backward", "behind" it."""
         own = self.saved(program)
-        found = {"forward": self.before + program.forward, "after": own + self.after}
+        found = {"ahead": self.ahead} if self.ahead else {}
+        found |= {"forward": self.before + program.forward, "after": own + self.after}
         if not self.idle:
             found |= {"backward": own + self.back + self.backward(program), "behind": self.behind}
         return found
@@ -361,7 +364,7 @@ class Tightest:
 
     path: Path
     place: int  # index of the call
-    phase: str  # "forward", "after" it, "backward" or "behind" it, as in `Node.heights`
+    phase: str  # "ahead" of it, "forward", "after" it, "backward" or "behind" it, as in `Node.heights`
 
     @property
     def earlier(self) -> int:

@@ -1064,3 +1064,84 @@ def test_what_a_step_that_failed_left_behind_is_not_freed_within_a_measured_one(
     finally:
         gc.enable()
     assert alive[-1] is not failing
+
+
+class Ahead(nn.Module):
+    """Frozen layers in plain Python, then a graph; they take more than all that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16)).requires_grad_(False)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)))
+
+    def trained(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.backends.cudnn.flags(enabled=False):
+            x = self.frozen(x)
+        return self.trained(x)
+
+
+def test_what_python_runs_before_the_first_graph_counts() -> None:
+    torch.manual_seed(0)
+    model, x = Ahead(), torch.randn(1024, 16)
+    needed = meter.peak_bytes(lambda: model(x).backward())
+    model.zero_grad()
+
+    def step() -> None:
+        compiled(x).backward()
+        compiled.zero_grad()
+
+    compiled = fxremat.compile(model, mem=needed // 2, search=QUICK)
+    with pytest.raises(fxremat.BudgetTooSmall, match=r"there, before call 1") as refused:
+        for _ in range(4):
+            step()
+    compiled = fxremat.compile(model, mem=refused.value.minimum, search=QUICK)
+    for _ in range(4):
+        step()
+    measured = meter.peak_bytes(lambda: compiled(x).backward())
+    assert measured <= compiled.plan.budget
+    assert measured <= compiled.plan.predicted_peak <= 1.02 * measured
+
+
+class Narrow(nn.Module):
+    """Layers that save their outputs, which the next graph reads, before a wide one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.wide = nn.ModuleList(nn.Linear(16, 16) for _ in range(6)), nn.Linear(16, 64)
+
+    def block(self, number: int, x: Tensor) -> Tensor:
+        return torch.tanh(self.layers[number](x))
+
+    def head(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.wide(x)
+        return y.square().mean(), y
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for number in range(6):
+            x = self.block(number, x)
+            torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def test_budgets_above_the_least_train_though_first_steps_let_saved_values_go() -> None:
+    """Outputs that the next call keeps alive counted twice where the call that had saved them had let them go."""
+    x = torch.randn(4096, 16)
+
+    def least(mem: int | str) -> int:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        compiled = fxremat.compile(Narrow(), mem=mem, search=Search(seconds=0.3))
+        for _ in range(5):
+            loss, _rows = compiled(x)
+            loss.backward()
+            compiled.zero_grad()
+        compiled.zero_grad()
+        assert meter.peak_bytes(lambda: compiled(x)[0].backward()) <= compiled.plan.budget
+        return int(compiled.plan.minimum)
+
+    minimum = least("min")
+    for factor in (1.002, 1.05, 1.1):
+        assert least(int(minimum * factor)) == minimum
