@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
@@ -89,18 +90,63 @@ class CompileOptions(PlanOptions, total=False):
     plan: Plan | str | os.PathLike[str] | None
 
 
+Points = tuple[tuple[int, int], ...]
+"""Measurements of a loss: (bytes assumed for outputs of these shapes, bytes measured), smallest outputs first."""
+
+MOST_POINTS = 8
+
+
+def _with_point(points: Points, assumed: int, measured: int) -> Points:
+    """Add a measurement; of several with the same outputs, the largest counts. At most `MOST_POINTS` are kept."""
+    found = dict(points)
+    found[assumed] = max(measured, found.get(assumed, 0))
+    ordered = sorted(found.items())
+    return (*ordered[:1], *ordered[1:][1 - MOST_POINTS :])
+
+
+def _at(points: Points, assumed: int) -> int:
+    """Return the bytes to expect for other outputs, from at least one measurement.
+
+    From one, bytes are taken to grow with the outputs; from several, the parts between them are taken to be linear, so
+    that what does not grow (gradients of parameters that the loss has) is not scaled.
+    """
+    if len(points) == 1:
+        ((known, measured),) = points
+        return math.ceil(measured * Fraction(assumed, known))
+    above = next((place for place, (known, _) in enumerate(points) if known >= assumed), len(points) - 1)
+    (low, first), (high, last) = points[max(above, 1) - 1], points[max(above, 1)]
+    return max(0, math.ceil(first + (last - first) * Fraction(assumed - low, high - low)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SeenLoss:
-    """Measured memory of a loss that the user computes outside the model, in multiples of the bytes assumed before.
+    """Measured memory of a loss that the user computes outside the model."""
 
-    `early` is in bytes.
-    """
-
-    # peak between the end of the forward and the beginning of the backward; None: not measured
-    peak: Fraction | None = None
-    held: Fraction = Fraction(0)  # memory during the backward, without the gradients of the model's outputs
+    # peaks between the end of the forward and the beginning of the backward; (): not measured
+    peaks: Points = ()
+    held: Points = ()  # memory during the backward, without the gradients of the model's outputs
     early: int = 0  # bytes of gradients of parameters that the loss has made when the model's backward begins
     as_traced: bool = False  # the gradients that it hands in lie as they were traced, so that nothing copies them
+
+    def peak_at(self, assumed: int) -> int | None:
+        """Return the bytes to expect between forward and backward; None if they were not measured.
+
+        Args:
+            assumed: the bytes that are assumed for the outputs before a loss was measured.
+        """
+        return _at(self.peaks, assumed) if self.peaks else None
+
+    def held_at(self, assumed: int) -> int:
+        """Return the bytes to expect during the backward."""
+        return _at(self.held, assumed) if self.held else 0
+
+    def with_peak(self, assumed: int, measured: int) -> SeenLoss:
+        """Add a measurement between forward and backward."""
+        return replace(self, peaks=_with_point(self.peaks, assumed, measured))
+
+    def with_held(self, assumed: int, measured: int) -> SeenLoss:
+        """Add a measurement during the backward."""
+        return replace(self, held=_with_point(self.held, assumed, measured))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ The bytes that a loss outside of the model allocates, stated by the user or meas
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -97,9 +96,9 @@ def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
     if seen is None or not sizes.outside:
         return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))
     assumed = outside_bytes(graph)
-    measured = sizes.outside if seen.peak is None else math.ceil(assumed * seen.peak)
-    outside = max(said or 0, measured + early)
-    stays = math.ceil(assumed * seen.held) + early + held_beside_copies(graph, device_of(graph))
+    measured = seen.peak_at(assumed)
+    outside = max(said or 0, (sizes.outside if measured is None else measured) + early)
+    stays = seen.held_at(assumed) + early + held_beside_copies(graph, device_of(graph))
     root = max(sizes.root, stays)
     return replace(costs, sizes=replace(sizes, outside=outside, root=root))
 

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
-from fractions import Fraction
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -384,8 +383,8 @@ class Backend:
             return
         plan = self.plans[-1]
         known = self.options.loss_seen
-        shares = 1 if known is None or known.peak is None else known.peak
-        planned = self.options.loss_outside.size or math.ceil(loss.assumed * shares)
+        expected = None if known is None else known.peak_at(loss.assumed)
+        planned = self.options.loss_outside.size or (loss.assumed if expected is None else expected)
         stays = max(0, loss.held) + loss.early
         peak = planned if loss.peak is None else loss.peak if loss.exact else max(loss.peak, planned)
         beside = held_beside_copies(plan.captured, device_of(plan.captured))
@@ -393,7 +392,7 @@ class Backend:
         exceeds = predicted > max(plan.budget, plan.predicted_peak)
         free = self.options.plan is None  # else the plan is a saved one, which only a budget that is exceeded replaces
         more = exceeds or (free and predicted > GAIN * plan.predicted_peak)
-        less = free and loss.exact and shares == 1 and self.options.loss_outside.size is None
+        less = free and loss.exact and expected is None and self.options.loss_outside.size is None
         less = less and _would_gain(plan, planned - peak)
         if not (more or less):
             return
@@ -407,8 +406,8 @@ class Backend:
         seen = known or SeenLoss()
         if loss.assumed:
             if loss.peak is not None:
-                seen = replace(seen, peak=max(seen.peak or Fraction(0), Fraction(peak, loss.assumed)))
-            seen = replace(seen, held=max(seen.held, Fraction(max(0, loss.held), loss.assumed)))
+                seen = seen.with_peak(loss.assumed, peak)
+            seen = seen.with_held(loss.assumed, max(0, loss.held))
         seen = replace(seen, early=max(seen.early, loss.early))
         if seen == known or communicates(plan.graph):
             why = "another plan would be the same" if seen == known else "ranks that share a model keep their plan"

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxremat
 from benchmarks.meter import peak_bytes
 from fxremat.graphs.accounting import assumed_for
+from fxremat.options import SeenLoss
 from fxremat.runtime import loss_meter
 from fxremat.search.call_programs import CallProgram
 from fxremat.settings import Search
@@ -368,3 +369,44 @@ def test_what_a_backward_takes_beyond_its_prediction_is_learned(monkeypatch: pyt
         compiled.zero_grad()
     peak = peak_bytes(step)
     assert peak <= compiled.plan.predicted_peak <= compiled.plan.budget
+
+
+def with_outer_layer() -> Callable[[nn.Module, int], None]:
+    """Return a training step with a layer outside of the model, of which it gets the number of rows."""
+    torch.manual_seed(0)
+    head, inputs, targets = nn.Linear(64, 1000), torch.randn(256, 64), torch.randint(1000, (256,))
+
+    def step(model: nn.Module, rows: int) -> None:
+        head.zero_grad()
+        model.zero_grad()
+        F.cross_entropy(head(model(inputs[:rows])), targets[:rows]).backward()
+
+    return step
+
+
+def test_what_does_not_grow_with_the_outputs_is_not_scaled() -> None:
+    """Gradients of a layer outside of the model, measured at a small batch, do not count as often at a larger one."""
+    step, compiled = with_outer_layer(), fxremat.compile(Encoder(), mem="100%", **FAST)
+    for _ in range(3):
+        step(compiled, 256)
+    first = compiled.plan
+    for rows in (16, 16, 256, 256):
+        step(compiled, rows)
+    assert compiled.plan.predicted_peak == first.predicted_peak
+    step(compiled, 16)
+    assert peak_bytes(lambda: step(compiled, 16)) <= compiled.plan.predicted_peak < first.predicted_peak
+    assert peak_bytes(lambda: step(compiled, 256)) <= first.predicted_peak
+
+
+def test_expected_bytes_of_a_loss_are_exact_where_measured_and_linear_between() -> None:
+    seen = SeenLoss()
+    assert (seen.peak_at(10), seen.held_at(10)) == (None, 0)
+    seen = seen.with_peak(100, 50).with_held(100, 20)
+    assert [seen.peak_at(size) for size in (50, 100, 300)] == [25, 50, 150]
+    assert seen.held_at(200) == 40
+    seen = seen.with_peak(300, 110).with_peak(100, 40)
+    assert [seen.peak_at(size) for size in (0, 100, 200, 300, 400)] == [20, 50, 80, 110, 140]
+    for size in range(400, 1400, 100):
+        seen = seen.with_peak(size, size)
+    assert len(seen.peaks) == 8
+    assert [seen.peak_at(size) for size in (100, 1300)] == [50, 1300]
