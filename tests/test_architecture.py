@@ -18,7 +18,7 @@ ROOMS = (  # what stands further left may use what stands further right, never b
     *("planned_step", "planned_graphs", "kernels", "settings"),
     *("cost", "fusion", "slices", "passes", "ops", "graphs", "transfers", "search", "linearize", "step"),
     *("solvers", "chains", "host", "budget", "device"),
-    *("agreement", "heartbeat", "torch_inductor", "torch_private", "jit", "progress"),
+    *("agreement", "heartbeat", "torch_inductor", "torch_private", "jit", "progress", "data_stack"),
     *("store", "units", "logs", "errors"),
 )
 

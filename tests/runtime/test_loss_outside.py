@@ -20,7 +20,7 @@ import fxremat
 from benchmarks.meter import peak_bytes
 from fxremat.runtime import loss_meter
 from fxremat.runtime.loss_meter import LossMeter, MeasuredLoss
-from fxremat.runtime.step_memory import OtherPlans
+from fxremat.runtime.step_memory import OtherModels
 from fxremat.settings import Search
 from fxremat.torch_private import holds_gradients
 from tests.toys import Loss, Stack, rows
@@ -231,7 +231,7 @@ def test_a_loss_is_measured_by_the_allocator_s_counters(
 ) -> None:
     found: list[MeasuredLoss] = []
     compiled = torch.compile(nn.Linear(4, 4), backend="aot_eager")
-    meter = LossMeter(lambda x: [compiled(x)], (0,), found.append, OtherPlans())
+    meter = LossMeter(lambda x: [compiled(x)], (0,), found.append, OtherModels())
     with counted(monkeypatch, levels):
         (out,) = meter(torch.ones(10, 4))
         out.sum().backward()
