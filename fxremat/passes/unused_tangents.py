@@ -104,7 +104,8 @@ def copied_into(term: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
 
     The first may be a part of a larger tensor, which is then freed as after the sum.
     """
-    return zeros.copy_(term) if zeros.stride() == term.stride() else term.clone()
+    alike = (zeros.shape, zeros.stride(), zeros.dtype) == (term.shape, term.stride(), term.dtype)
+    return zeros.copy_(term) if alike else term.clone()
 
 
 def copied_beside(term: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
