@@ -49,7 +49,7 @@ LONG = frozenset((Path(__file__).parent / "long.txt").read_text().splitlines())
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the tests of `long.txt` as long: slower variants of a test, whose other variants are everyday tests."""
+    """Mark the tests of `long.txt` as long: slow ones, the lines of which everyday tests execute, too."""
     if item.nodeid in LONG:
         item.add_marker("long")
 
