@@ -33,7 +33,8 @@ def test_functions_without_a_test_are_added_up_to_a_share() -> None:
 
 def test_what_workers_record_is_read(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "tests.everyday", "tests/test_units.py"]
-    subprocess.run(command, env=os.environ | {DATA: str(tmp_path)}, check=True, capture_output=True)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    subprocess.run(command, env=inherited | {DATA: str(tmp_path)}, check=True, capture_output=True)
     found = read(tmp_path)
     assert len(found) > 10
     assert all(name.startswith("tests/test_units.py::") and test.seconds > 0 for name, test in found.items())
