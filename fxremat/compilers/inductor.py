@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,6 +145,7 @@ class InductorPartitioner(CustomPartitionerFn):
             step()
         if not self.plans:
             raise FxrematError("the step compiled no graph with a backward: set custom_partitioner_fn, and train")
+        gc.collect()  # what Python freed within the step, as of a try before that failed, would be subtracted
         peak, _ = peak_of(step, device_of(self.plans[0].graph))
         return peak
 

@@ -8,6 +8,7 @@ the costs.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
@@ -132,6 +133,7 @@ def _peak(program: Program, costs: Costs, inputs: Sequence[Any], tier: str) -> l
 
 def _tried(run: Callable[[], T], device: torch.device) -> T | None:
     """Return the result of `run`, which runs steps; None if it raises, since training will raise the same error."""
+    gc.collect()  # what Python freed within the steps would be subtracted from their peak
     try:
         with quiet_world(device):
             return unprofiled(run)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ import fxremat
 from benchmarks import meter
 from benchmarks.capture import joint_graph as joint_of
 from fxremat.compilers import inductor
+from fxremat.cost.measure import peak_of
 from fxremat.errors import FxrematError
 from fxremat.passes import InductorPartitioner
 from fxremat.torch_private import torch_release
@@ -86,6 +89,30 @@ def test_the_real_peak_is_made_to_fit() -> None:
         assert meter.peak_bytes(step) <= peak * 1.01
         with pytest.raises(FxrematError, match="compiled no graph"):
             within.fit(lambda: None)
+
+
+def test_garbage_of_what_ran_before_is_not_subtracted_from_the_peak() -> None:
+    """A record knows the bytes of a tensor that is freed if another one has seen how it was allocated."""
+    model, given = Words(), tokens()
+    calls = itertools.count()
+
+    def in_a_cycle() -> None:
+        cycle: list[Any] = [torch.empty(100_000_000, dtype=torch.uint8)]
+        cycle.append(cycle)
+
+    def step() -> None:
+        number = next(calls)
+        if number:
+            gc.collect()
+        model.zero_grad(set_to_none=True)
+        compiled(*given).backward()
+        if number == 0:  # it has compiled
+            peak_of(in_a_cycle, torch.device("cpu"))
+
+    within = InductorPartitioner("1GiB", search=QUICK)
+    with inductor_config.patch(custom_partitioner_fn=within):
+        compiled = torch.compile(model, dynamic=False)
+        assert within.fit(step) > 0
 
 
 @pytest.mark.parametrize("share", [0.8, pytest.param(0.2, marks=pytest.mark.long)])
