@@ -15,18 +15,18 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import coverage
 import pytest
 
+from tests.mutants import Watch
+
 ROOT = Path(__file__).parents[1]
 LONG = ROOT / "tests" / "long.txt"
 DATA = "FXREMAT_EVERYDAY"  # names the folder of the records, in the environment of the workers
-BETWEEN = "between tests"
 ALWAYS = (
     *("tests/test_readme.py", "tests/test_architecture.py", "tests/test_end_to_end.py"),
     *("tests/test_random_models.py", "tests/test_random_shapes.py", "tests/slices/test_random.py"),
@@ -72,32 +72,23 @@ def chosen(tests: Mapping[str, Measured], fast: float, share: float) -> set[str]
     return found
 
 
-class Recorder:
+class Recorder(Watch):
     """A plugin of pytest that records seconds, and with coverage.py the lines of each test of this process."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / f"{os.getpid()}.json"
-        self._seconds = dict[str, float]()
-        self._coverage = coverage.Coverage(
-            data_file=str(folder / f"{os.getpid()}.coverage"), source=[str(ROOT / "fxremat")], config_file=False
+        super().__init__(
+            coverage.Coverage(
+                data_file=str(self._file.with_suffix(".coverage")), source=[str(ROOT / "fxremat")], config_file=False
+            )
         )
-        self._coverage.start()
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Record a test."""
-        self._coverage.switch_context(item.nodeid)
-        began = time.perf_counter()
-        result = yield
-        self._seconds[item.nodeid] = time.perf_counter() - began
-        self._coverage.switch_context(BETWEEN)
-        return result  # type: ignore[return-value]
+        self.coverage.start()
 
     def pytest_unconfigure(self) -> None:
         """Write the records."""
-        self._coverage.stop()
-        self._coverage.save()
-        self._file.write_text(json.dumps(self._seconds))
+        self.coverage.stop()
+        self.coverage.save()
+        self._file.write_text(json.dumps(self.passed))
 
 
 def pytest_configure(config: pytest.Config) -> None:

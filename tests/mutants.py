@@ -211,7 +211,7 @@ def _is_near(test: str, file: str) -> bool:
     return path.parent.name in folders or path.stem.removeprefix("test_") in (*folders, Path(file).stem)
 
 
-class _Watch:
+class Watch:
     """A plugin of pytest that notes what each test took, and tells coverage.py which one runs."""
 
     def __init__(self, coverage: Any = None) -> None:
@@ -264,7 +264,7 @@ def _record_lines(copy: Path, tests: list[str], file: Path) -> int:
     measured = coverage.Coverage(
         data_file=None, include=[str(copy / "*")], omit=[str(copy / "tests" / "*")], config_file=False
     )
-    watch = _Watch(measured)
+    watch = Watch(measured)
     measured.start()
     status = _pytest(copy, tests, [watch])
     measured.stop()
@@ -284,7 +284,7 @@ def _record_lines(copy: Path, tests: list[str], file: Path) -> int:
 def _record_seconds(copy: Path, file: Path) -> int:
     """Run the tests of a record as they run for mutants, and keep those that pass; in a process of its own."""
     known = json.loads(file.read_text())
-    watch = _Watch()
+    watch = Watch()
     tests = sorted(known["seconds"])
     status = _pytest(copy, _files_of(tests), [watch, _Only(tests)])
     lines = {

@@ -288,7 +288,7 @@ def test_nothing_is_left_of_a_thread_that_ends_while_it_is_recorded() -> None:
 
 
 def test_a_second_forward_under_a_profiler_is_not_measured() -> None:
-    """What it allocates is unknown; the first step without the profiler is measured then."""
+    """Measure the first step without the profiler instead, as what that forward allocates is unknown."""
     compiled, x = fxremat.compile(InTwoGraphs(), mem="100%", **FAST), torch.randn(ROWS, 64)
 
     def step(profiled: bool = False) -> None:

@@ -137,7 +137,7 @@ class Narrow(nn.Module):
 
 
 def test_a_small_model_beside_a_large_one_takes_its_least(caplog: pytest.LogCaptureFixture) -> None:
-    """It has no part in what the large one's backward takes, which lies within its own step."""
+    """Train beside a model whose backward lies within the step of the small one, which has no part in its memory."""
     torch.manual_seed(0)
     x, words = torch.randn(ROWS, 64), torch.randn(ROWS, 8)
     models = compiled({"images": Layers(breaks=True), "words": Narrow()}, "80%")
