@@ -2,7 +2,8 @@
 
 A walk through a step (`cost.walk`) runs every op, in order to measure each distinct one on real data and to compare
 the layouts of real and traced results. An op whose key (`graphs.op_key`) was met before is known in both respects, and
-most ops of a deep model are such; what they would compute is only what later ops are measured on.
+most ops of a deep model are such; what they would compute is only what later ops are measured on, and it is made up
+only if one of these reads it.
 
 The result of an op is made up if its time is worth it, and if its first run returned nothing but floating-point tensors
 that lie as they were traced, each in a storage of its own: no indices, masks or views, and nothing that lies in two
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat.cost.cache import CostCache
 from fxremat.cost.layouts import lies_in_two_layouts, otherwise_than_shown
-from fxremat.cost.made_up import Call, value_like
+from fxremat.cost.made_up import Call
 from fxremat.graphs.captured import Captured
 from fxremat.step.step_graph import Kind, Op
 from fxremat.torch_private import storage_of
@@ -39,12 +40,11 @@ class MadeUpResults:
         self._ready: dict[str, bool] = {}
         self._allowed = allowed and not any(map(_may_check_data, joint.ops))
 
-    def instead_of(self, op: Op, key: str) -> Any:
-        """Return the made-up result of an op whose cost is known; None if it has to run."""
-        if not self._ready.get(key):
-            return None
-        self.count += 1
-        return value_like(self.joint.nodes[op.index])
+    def may_replace(self, op: Op) -> bool:
+        """Tell whether the result of an op can be made up, since an equal one has run before; count it if so."""
+        ready = op.overwrites is None and self._ready.get(op.key, False)
+        self.count += ready
+        return ready
 
     def note(self, op: Op, key: str, call: Call, result: Any) -> None:
         """Find out from the first run of an op whether results of further ones can be made up."""

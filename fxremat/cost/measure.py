@@ -321,7 +321,7 @@ def _walked(visitor: _Visitor, *, alone: bool) -> bool:
         alone: False: raise the error instead, since other ranks would wait forever.
     """
     try:
-        visitor.walk.run(visitor)
+        visitor.walk.run(visitor, visitor.made_up.may_replace)
     except FxrematError:
         raise
     except Exception as error:  # the error is reported better when the op is measured alone, or in training
@@ -374,11 +374,9 @@ class _Visitor:
         fresh = op.index in self.fresh
         key = op_key(self.joint.nodes[op.index], fresh=fresh)
         if self.wanted.pop(key, None) is None and not _is_unknown(op, key, self.cache):
-            result = self.made_up.instead_of(op, key)
-            if result is None:
-                self._note_other_layouts(op, key, call)
-                result = call()
-                self.made_up.note(op, key, call, result)
+            self._note_other_layouts(op, key, call)
+            result = call()
+            self.made_up.note(op, key, call, result)
             return result
         cost, result = measured(self.joint.nodes[op.index], call, self.device, fresh=fresh)
         self.cache.keep_op(key, cost)

@@ -2,10 +2,11 @@
 
     order    the ops to run, by number: each once as captured, or some repeatedly as in a program that recomputes
     visit    a function that gets each op with its real arguments, runs it, and returns its result
+    known    a function that tells of which ops no result is needed
 
 Values are freed right after their last use in this order. Parameters and inputs are the tensors that the step
-was captured with; missing data (fake tensors, gradients that autograd would pass in) is made up when it is
-first read, and freed too. AOTAutograd's graphs are functional, so parameters, buffers and inputs stay as they
+was captured with; missing data (fake tensors, gradients that autograd would pass in, results of known ops) is made up
+when it is first read, and freed too. AOTAutograd's graphs are functional, so parameters, buffers and inputs stay as they
 are.
 """
 
@@ -30,6 +31,7 @@ from fxremat.torch_private import input_place, is_real
 aten = torch.ops.aten
 
 Visit = Callable[[Op, Call], Any]
+Known = Callable[[Op], bool]
 
 
 def given_inputs(joint: Captured, inputs: Sequence[Any]) -> dict[int, torch.Tensor]:
@@ -64,24 +66,26 @@ class Walk:
         self.impossible_views: list[fx.Node] = []
         self._addresses: dict[int, int] = {}  # live value -> address of its storage
 
-    def run(self, visit: Visit) -> None:
-        """Run every op of the order through `visit`. If an op raises, free all values and raise the same error."""
+    def run(self, visit: Visit, known: Known = lambda op: False) -> None:
+        """Run every op of the order that is not known through `visit`.
+
+        If an op raises, free all values and raise the same error.
+        """
         try:
-            self._visit_all(visit)
+            self._visit_all(visit, known)
         except BaseException:
             self.values.clear()
             self._addresses.clear()
             raise
 
-    def _visit_all(self, visit: Visit) -> None:
+    def _visit_all(self, visit: Visit, known: Known) -> None:
         ran: set[int] = set()
         freed = _last_uses(self.joint, self.order)
         for index, dead in zip(self.order, freed, strict=True):
             op, again = self.joint.ops[index], index in ran
-            result = visit(op, self._call(op, again=again))
-            self._write(op, result, again=again)
+            if not known(op):
+                self._write(op, visit(op, self._call(op, again=again)), again=again)
             ran.add(index)
-            del result
             for value in dead:
                 self.values.pop(value, None)
                 self._addresses.pop(value, None)
@@ -144,7 +148,7 @@ class Walk:
             return attribute(node)
         if self.joint.values[value].origin is Origin.TANGENT:
             return torch.ones_like(tangent) if (tangent := value_like(node)).dim() == 0 else tangent
-        return weights_like(node)
+        return weights_like(node) if node.op == "placeholder" else value_like(node)
 
 
 def _address(made: Any) -> int | None:
