@@ -6,8 +6,8 @@
 
 Values are freed right after their last use in this order. Parameters and inputs are the tensors that the step
 was captured with; missing data (fake tensors, gradients that autograd would pass in, results of known ops) is made up
-when it is first read, and freed too. AOTAutograd's graphs are functional, so parameters, buffers and inputs stay as they
-are.
+when it is first read, and freed too. AOTAutograd's graphs are functional, so parameters, buffers and inputs stay as
+they are.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from fxremat.chains.chain import Block, Chain, Option
@@ -37,6 +37,7 @@ def chain_of(layout: Layout, costs: Costs) -> Chain:
 class _Builder:
     layout: Layout
     costs: Costs
+    _kept: dict[int, set[int]] = field(default_factory=dict)  # what `_kept_whatever` returned
 
     def chain(self) -> Chain:
         blocks = tuple(self._block(number) for number in range(len(self.layout.blocks)))
@@ -73,9 +74,14 @@ class _Builder:
     def _size(self, values: Iterable[int]) -> int:
         return sum(self.costs.sizes.values[value] for value in values)
 
-    def _entering(self, block: int) -> set[int]:
-        """Return d_l, the gradient of a block's output: values that the next block's backward computes for it alone."""
-        return {v for v, (made, read) in self.gradients.items() if made == block + 1 and read == block}
+    @cached_property
+    def _entering(self) -> list[set[int]]:
+        """d_l, the gradient of each block's output: values that the next block's backward computes for it alone."""
+        found = [set[int]() for _ in self.layout.blocks]
+        for value, (made, read) in self.gradients.items():
+            if made == read + 1:
+                found[read].add(value)
+        return found
 
     def _held(self, block: int) -> int:
         """Return the bytes alive during a block's backward that no other size counts.
@@ -89,7 +95,7 @@ class _Builder:
         last = block == len(self.layout.blocks) - 1
         tangents = {t for t, reader in self._tangents.items() if reader <= block and not last}
         loss = 0 if last else self.costs.sizes.root
-        return self._size(passing - self._entering(block)) + self._size(alive) + self._size(tangents) + loss
+        return self._size(passing - self._entering[block]) + self._size(alive) + self._size(tangents) + loss
 
     @cached_property
     def _tangents(self) -> dict[int, int]:
@@ -129,7 +135,7 @@ class _Builder:
             backward_time=options[0].backward_time,
             output_bytes=self._size(place.boundary),
             saved_bytes=options[0].saved_bytes,
-            grad_bytes=self._size(self._entering(number)),
+            grad_bytes=self._size(self._entering[number]),
             forward_scratch=scratch,
             backward_scratch=options[0].backward_scratch,
             weight_bytes=sum(self._primals[value] for value in self._primals.keys() & reads),
@@ -169,7 +175,9 @@ class _Builder:
 
     def _forward(self, number: int, keep: Keep, option: int, kept: frozenset[int]) -> tuple[float, int]:
         """Return the seconds of a block's forward, and its peak in bytes besides the values in `kept`."""
-        at_hand = self.layout.boundary_before(number) | (self.layout.held - self.layout.blocks[number].made)
+        near = self.layout.bits[number].near_forward
+        elsewhere = {v for v in self.layout.held - self.layout.blocks[number].made if near >> v & 1}
+        at_hand = self.layout.boundary_before(number) | elsewhere
         recorder = Recorder(self.layout)
         for value in at_hand:
             recorder.give(value)
@@ -183,16 +191,14 @@ class _Builder:
     def _backward(self, number: int, option: int) -> tuple[float, int]:
         """Return the seconds of a block's backward from what a save option kept, and its scratch in bytes."""
         place = self.layout.blocks[number]
-        ran = range(self.graph.forward_count)
-        recorder = Recorder(self.layout, set(ran))
+        recorder = Recorder(self.layout, set(_span_of(place.forward)))
         stored = place.saved[option] | place.boundary | self.layout.boundary_before(number)
-        entering = self._entering(number)
+        entering = self._entering[number]
         at_hand = {recorder.give(value): self.costs.sizes.values[value] for value in sorted(stored | entering)}
-        others = self.layout.held | {v for v, (made, read) in self.gradients.items() if read <= number < made}
-        others |= self._returned_before(number)
+        others = self._kept_whatever(number)
         for value in sorted(others - stored - entering):
             at_hand[recorder.give(value)] = 0
-        replay = Replay(self.layout, bits_of(stored | entering | others), bits_of(ran))
+        replay = Replay(self.layout, bits_of(stored | entering | others), (1 << self.graph.forward_count) - 1)
         replay.backward(number)
         order = replay.order()
         recorder.follow(order.ops, order.blocks)
@@ -202,13 +208,22 @@ class _Builder:
             number
         )  # the block's input may also be among the values saved for the block before
         memory = live_bytes(program, self._sizes, at_hand=at_hand, kept=stays)
-        leaving = self._size(self._entering(number - 1)) if number else 0
+        leaving = self._size(self._entering[number - 1]) if number else 0
         peak = max(memory.during, default=0)
         if number == len(self.layout.blocks) - 1:
             tangents = self._size(self._tangents) + self.costs.sizes.root
             peak = max(peak + tangents, self._size(stored) + max(tangents, self.costs.sizes.outside))
         counted = self._size(stored) + self._size(entering) + leaving
         return self.costs.time(program), max(0, peak - counted)
+
+    def _kept_whatever(self, number: int) -> set[int]:
+        """Return values that a block's backward may read, and that are in memory then whatever the plan saves."""
+        if number not in self._kept:
+            near = self.layout.bits[number].near_backward
+            passing = {v for v, (made, read) in self.gradients.items() if read <= number < made}
+            kept = self.layout.held | passing | self._returned_before(number)
+            self._kept[number] = {value for value in kept if near >> value & 1}
+        return self._kept[number]
 
     def _returned_before(self, number: int) -> set[int]:
         """Return gradients of later blocks that the step returns and that this block's backward reads."""
@@ -220,3 +235,8 @@ class _Builder:
     @cached_property
     def _leaving(self) -> set[int]:
         return set(self.gradients) | self.graph.returned
+
+
+def _span_of(ops: Sequence[int]) -> range:
+    """Return the numbers from the first to the last of these ops, which are in ascending order."""
+    return range(ops[0], ops[-1] + 1) if ops else range(0)
