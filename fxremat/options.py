@@ -104,15 +104,16 @@ def _with_point(points: Points, assumed: int, measured: int) -> Points:
     return (*ordered[:1], *ordered[1:][1 - MOST_POINTS :])
 
 
-def _at(points: Points, assumed: int) -> int:
+def _at(points: Points, assumed: int, fixed: int) -> int:
     """Return the bytes to expect for other outputs, from at least one measurement.
 
-    From one, bytes are taken to grow with the outputs; from several, the parts between them are taken to be linear, so
-    that what does not grow (gradients of parameters that the loss has) is not scaled.
+    From one, all bytes but the `fixed` ones are taken to grow with the outputs; from several, the parts between them
+    are taken to be linear, so that nothing else that does not grow is scaled.
     """
     if len(points) == 1:
         ((known, measured),) = points
-        return math.ceil(measured * Fraction(assumed, known))
+        stays = min(fixed, measured)
+        return stays + math.ceil((measured - stays) * Fraction(assumed, known))
     above = next((place for place, (known, _) in enumerate(points) if known >= assumed), len(points) - 1)
     (low, first), (high, last) = points[max(above, 1) - 1], points[max(above, 1)]
     return max(0, math.ceil(first + (last - first) * Fraction(assumed - low, high - low)))
@@ -125,6 +126,7 @@ class SeenLoss:
     # peaks between the end of the forward and the beginning of the backward; (): not measured
     peaks: Points = ()
     held: Points = ()  # memory during the backward, without the gradients of the model's outputs
+    fixed: int = 0  # the bytes of these that gradients of parameters of the loss take, whatever the outputs are
     early: int = 0  # bytes of gradients of parameters that the loss has made when the model's backward begins
     as_traced: bool = False  # the gradients that it hands in lie as they were traced, so that nothing copies them
 
@@ -134,11 +136,11 @@ class SeenLoss:
         Args:
             assumed: the bytes that are assumed for the outputs before a loss was measured.
         """
-        return _at(self.peaks, assumed) if self.peaks else None
+        return _at(self.peaks, assumed, self.fixed) if self.peaks else None
 
     def held_at(self, assumed: int) -> int:
         """Return the bytes to expect during the backward."""
-        return _at(self.held, assumed) if self.held else 0
+        return _at(self.held, assumed, self.fixed) if self.held else 0
 
     def with_peak(self, assumed: int, measured: int) -> SeenLoss:
         """Add a measurement between forward and backward."""

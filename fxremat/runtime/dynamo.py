@@ -408,7 +408,7 @@ class Backend:
             if loss.peak is not None:
                 seen = seen.with_peak(loss.assumed, peak)
             seen = seen.with_held(loss.assumed, max(0, loss.held))
-        seen = replace(seen, early=max(seen.early, loss.early))
+        seen = replace(seen, early=max(seen.early, loss.early), fixed=max(seen.fixed, loss.fixed))
         if seen == known or communicates(plan.graph):
             why = "another plan would be the same" if seen == known else "ranks that share a model keep their plan"
             if exceeds and not self._told_of_loss:

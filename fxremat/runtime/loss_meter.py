@@ -49,6 +49,7 @@ class MeasuredLoss:
     peak: int | None
     held: int  # bytes allocated when the model's backward begins, without the gradients of the outputs
     early: int  # of gradients of parameters that are there by then, and were not when the forward began, beside `held`
+    fixed: int  # of gradients of parameters that only the loss has, within `peak` and `held`
     exact: bool  # False if an earlier, higher peak of the process hides the peak of the loss
 
 
@@ -76,6 +77,60 @@ class _Outputs(NamedTuple):
             assumed += assumed_for(counted, tensor.dtype, trained=is_trained)
             gradients += counted * tensor.element_size() if tensor.requires_grad else 0
         return cls((*trained, *others), assumed, gradients)
+
+
+class _Gradients(NamedTuple):
+    """Bytes of gradients of parameters that are there when a backward reaches the model's."""
+
+    own: int  # of parameters of the model: those that exist already, or that another part of the step makes
+    others: int  # of parameters that the model does not have, and that had none before
+
+    @classmethod
+    def before(cls, node: Any, leaves: Sequence[Tensor]) -> _Gradients:
+        """Count what the backward that begins now makes before it reaches the node of the model's backward.
+
+        Autograd runs what was computed last first, so that a penalty on parameters is differentiated before the model,
+        and keeps its gradients to add those of the model to them.
+
+        Args:
+            leaves: the parameters of the model.
+        """
+        sizes = {id(leaf): leaf.nbytes for leaf in leaves}
+        seen, waiting, others = set[Any](), list(roots_of_backward()), dict[int, int]()
+        number, own = sequence_number(node), {id(leaf) for leaf in leaves if leaf.grad is not None}
+        while waiting:
+            at = waiting.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            following = [each for each, _ in at.next_functions if each is not None]
+            if sequence_number(at) > number and not is_node_of(at, "fxremat"):
+                made = [leaf for leaf in map(accumulates_into, following) if leaf is not None]
+                own |= {id(leaf) for leaf in made}
+                others |= {id(leaf): leaf.nbytes for leaf in made if leaf.grad is None and id(leaf) not in sizes}
+            waiting += following if at is not node else ()
+        if node not in seen:
+            return cls(0, 0)
+        return cls(sum(sizes.get(each, 0) for each in own), sum(others.values()))
+
+
+class _Look:
+    """Called at the beginning of a backward, finds the gradients that are made before it reaches a node.
+
+    Args:
+        node: of the model's backward.
+        leaves: the parameters of the model.
+        is_last: tells whether the model has not been called since.
+    """
+
+    def __init__(self, node: weakref.ref[Any], leaves: Sequence[Tensor], is_last: Callable[[], bool]) -> None:
+        self.found = _Gradients(0, 0)
+        self._node, self._leaves, self._is_last = node, [weakref.ref(leaf) for leaf in leaves], is_last
+
+    def __call__(self) -> None:
+        if self._is_last() and (node := self._node()) is not None:
+            alive = [leaf for each in self._leaves if (leaf := each()) is not None]
+            self.found = _Gradients.before(node, alive)
 
 
 def levels_of(device: torch.device) -> tuple[int, int] | None:
@@ -142,19 +197,27 @@ class LossMeter:
         if (before := levels_of(device)) is None:
             self._watch(node, known, leaves, meter)
             return meter is not None
+        look = self._look(node, leaves)
 
         def tell(gradients: Sequence[Tensor | None]) -> None:
             handle.remove()
+            self._unwatch()
             if (now := levels_of(device)) is None or _is_differentiated_elsewhere(gradients):
                 return
             (start, top), (level, highest) = before, now
             exact = highest > top
             peak = (highest if exact else max(level, start)) - start
-            held = level - start - known.gradients
-            self.tell(MeasuredLoss(assumed=known.assumed, peak=peak, held=held, early=0, exact=exact))
+            held, fixed = level - start - known.gradients, look.found.others
+            self.tell(MeasuredLoss(assumed=known.assumed, peak=peak, held=held, early=0, fixed=fixed, exact=exact))
 
-        handle = node.register_prehook(tell)
+        handle, self._stop = node.register_prehook(tell), watching_backward(look, lambda: None)
         return False
+
+    def _look(self, node: Any, leaves: Sequence[Tensor]) -> _Look:
+        """Return a look at the gradients that the backward of the call that has just run makes; see `_Gradients`."""
+        call = self.calls
+        # a call may be dropped without a backward; if the step has called the model again, gradients may be that call's
+        return _Look(weakref.ref(node, lambda _: self._unwatch()), leaves, lambda: call == self.calls)
 
     def _node_of(self, outputs: Sequence[Any]) -> Any:
         """Return the node of the step's backward; None if it has none."""
@@ -173,20 +236,13 @@ class LossMeter:
             leaves: the parameters.
             meter: has recorded the forward.
         """
-        call, looks = self.calls, bool(outputs.tensors) and self.calls == 1
+        looks, look = bool(outputs.tensors) and self.calls == 1, self._look(node, leaves)
         assumed, gradients, known = outputs.assumed, outputs.gradients, {storage_of(t) for t in outputs.tensors}
         numbers = numbers_of_loss(outputs.tensors[0].device) if outputs.tensors else 0
-        watched, early = [weakref.ref(leaf) for leaf in leaves], [0]
-        begins = weakref.ref(node, lambda _: self._unwatch())  # a call may be dropped without a backward
         leaves_forward = meter.border() if meter is not None else None
         reaches_backward = list[Border]()
         if meter is not None:
             meter.leave(0)
-
-        def before() -> None:
-            # if the step has called the model again, gradients may be that call's
-            if call == self.calls and (alive := begins()) is not None:
-                early[0] = _early(alive, [leaf for leaf in (each() for each in watched) if leaf is not None])
 
         def reached(gradients: Sequence[Tensor | None]) -> None:
             handle.remove()
@@ -201,7 +257,7 @@ class LossMeter:
             held = {storage_of(each): each.untyped_storage().nbytes() for each in found}
             size = sum(count for storage, count in held.items() if storage not in known)
             size += numbers if size else 0
-            self.tell(MeasuredLoss(assumed=assumed, peak=None, held=size, early=early[0], exact=False))
+            self.tell(MeasuredLoss(assumed=assumed, peak=None, held=size, early=look.found.own, fixed=0, exact=False))
 
         def after() -> None:
             if not reaches_backward:
@@ -210,10 +266,12 @@ class LossMeter:
             (end,), start = reaches_backward, leaves_forward
             if start is not None and start.level is not None and end.level is not None and end.peak is not None:
                 self._was_recorded = True
-                peak, held = end.peak - start.level - early[0], end.level - start.level - gradients - early[0]
-                self.tell(MeasuredLoss(assumed=assumed, peak=max(0, peak), held=held, early=early[0], exact=False))
+                early, fixed = look.found
+                peak, held = max(0, end.peak - start.level - early), end.level - start.level - gradients - early
+                loss = MeasuredLoss(assumed=assumed, peak=peak, held=held, early=early, fixed=fixed, exact=False)
+                self.tell(loss)
 
-        handle, stop = node.register_prehook(reached), watching_backward(before, after)
+        handle, stop = node.register_prehook(reached), watching_backward(look, after)
 
         def unwatch() -> None:
             stop()
@@ -248,27 +306,6 @@ def _recorder(inputs: Sequence[Any]) -> Recorded | None:
     """Return a meter that records a step with these inputs, parameters among them; None where that cannot be."""
     devices = {x.device for x in inputs if isinstance(x, Tensor) and x.dim() > 0}
     return recorder_of(devices.pop()) if len(devices) == 1 else None
-
-
-def _early(node: Any, leaves: Sequence[Tensor]) -> int:
-    """Return the bytes of gradients of leaves that a backward makes before it reaches a node, or that exist already.
-
-    The backward is the one that begins now. Autograd runs what was computed last first, so that a penalty on parameters
-    is differentiated before the model, and keeps its gradients to add those of the model to them.
-    """
-    sizes = {id(leaf): leaf.nbytes for leaf in leaves}
-    seen, waiting = set[Any](), list(roots_of_backward())
-    number, early = sequence_number(node), {id(leaf) for leaf in leaves if leaf.grad is not None}
-    while waiting:
-        at = waiting.pop()
-        if at in seen:
-            continue
-        seen.add(at)
-        following = [each for each, _ in at.next_functions if each is not None]
-        if sequence_number(at) > number and not is_node_of(at, "fxremat"):
-            early |= {id(leaf) for leaf in map(accumulates_into, following) if leaf is not None}
-        waiting += following if at is not node else ()
-    return sum(sizes.get(each, 0) for each in early) if node in seen else 0
 
 
 def _numbers_in_storage(tensor: Tensor) -> int:

@@ -234,8 +234,9 @@ def test_a_loss_is_measured_by_the_allocator_s_counters(
     meter = LossMeter(lambda x: [compiled(x)], (0,), found.append, OtherModels())
     with counted(monkeypatch, levels):
         (out,) = meter(torch.ones(10, 4))
-        out.sum().backward()
-    assert found == [MeasuredLoss(assumed=4 * 40 * 4, peak=peak, held=640 - 160, early=0, exact=exact)]
+        nn.Linear(4, 3)(out).sum().backward()
+    fixed = (4 * 3 + 3) * 4  # the gradients of that layer
+    assert found == [MeasuredLoss(assumed=4 * 40 * 4, peak=peak, held=640 - 160, early=0, fixed=fixed, exact=exact)]
 
 
 def test_a_call_that_is_dropped_without_a_backward_is_watched_no_more() -> None:

@@ -398,6 +398,18 @@ def test_what_does_not_grow_with_the_outputs_is_not_scaled() -> None:
     assert peak_bytes(lambda: step(compiled, 256)) <= first.predicted_peak
 
 
+@pytest.mark.parametrize("dynamic", [None, False], ids=["sizes that change", "fixed sizes"])
+def test_a_larger_batch_is_not_refused_for_gradients_of_a_layer_outside(dynamic: bool | None) -> None:
+    """From one measurement at a small batch it is known which bytes are gradients that do not grow."""
+    step = with_outer_layer()
+    most = peak_bytes(lambda: step(Encoder(), 256))
+    compiled = fxremat.compile(Encoder(), mem=int(1.1 * most), dynamic=dynamic, **FAST)
+    for rows in (8, 8, 256, 256):
+        step(compiled, rows)
+    assert compiled.plan.predicted_peak <= compiled.plan.budget
+    assert peak_bytes(lambda: step(compiled, 256)) <= compiled.plan.predicted_peak
+
+
 def test_expected_bytes_of_a_loss_are_exact_where_measured_and_linear_between() -> None:
     seen = SeenLoss()
     assert (seen.peak_at(10), seen.held_at(10)) == (None, 0)
@@ -406,6 +418,9 @@ def test_expected_bytes_of_a_loss_are_exact_where_measured_and_linear_between() 
     assert seen.held_at(200) == 40
     seen = seen.with_peak(300, 110).with_peak(100, 40)
     assert [seen.peak_at(size) for size in (0, 100, 200, 300, 400)] == [20, 50, 80, 110, 140]
+    fixed = SeenLoss(fixed=30).with_peak(100, 50).with_held(100, 20)
+    assert [fixed.peak_at(size) for size in (50, 100, 300)] == [40, 50, 90]
+    assert fixed.held_at(200) == 20
     for size in range(400, 1400, 100):
         seen = seen.with_peak(size, size)
     assert len(seen.peaks) == 8
