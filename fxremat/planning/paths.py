@@ -14,7 +14,7 @@ What runs between calls is not planned; its memory is measured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -52,6 +52,12 @@ class Graph(Protocol):
 
     joint: Captured
     costs: Costs
+
+
+def is_smaller(at: SizedPrograms, node: Node) -> bool:
+    """Tell whether the sizes of a call need less than the largest before, in its outputs or while its forward runs."""
+    less = sum(at.outputs.values()) < sum(node.outputs.values())
+    return less or (node.keep_all is not None and at.keep_all.forward < node.keep_all.forward)
 
 
 def _is_larger(at: SizedPrograms, node: Node) -> bool:
@@ -170,17 +176,18 @@ class PathPlans:
         if node.idle is None:
             node.idle = self._stale = True
 
-    def learn(self, numbers: Mapping[Node, Numbers], *, exact: bool) -> bool:
+    def learn(self, numbers: Mapping[Node, Numbers], *, exact: bool, smaller: Set[Node] = frozenset()) -> bool:
         """Store the bytes that were measured during a step; tell whether a number grew that had been measured before.
 
         Args:
             exact: False if the step was disturbed: the numbers of the next step replace these.
+            smaller: the calls whose inputs were smaller than in an earlier step: their numbers replace no larger ones.
         """
         has_grown = False
         for node, found in numbers.items():
             for name, number in found.items():
                 known = getattr(node, name)
-                if node.measured and number <= known:
+                if number <= known and (node.measured or node in smaller):
                     continue
                 has_grown |= node.measured and number > known * (1 + MARGIN)
                 setattr(node, name, number)

@@ -33,7 +33,7 @@ from fxremat.ops.random import GeneratorStates, devices_of
 from fxremat.options import Options
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.planning.limits import Limit
-from fxremat.planning.paths import Numbers, PathPlans
+from fxremat.planning.paths import Numbers, PathPlans, is_smaller
 from fxremat.planning.step import Step as CapturedGraph
 from fxremat.planning.surveys import order_within_limit
 from fxremat.runtime.called_graph import CalledGraph, current
@@ -486,7 +486,8 @@ class Coordinator:
             if not call.differentiated:
                 self.plans.rest(call.node)
         numbers, exact = _measured(step)
-        grown = self.plans.learn(numbers, exact=exact)
+        smaller = {call.node for call in step.calls if is_smaller(call.at, call.node)}
+        grown = self.plans.learn(numbers, exact=exact, smaller=smaller)
         self.plans.took(step.nodes)
         if exact:
             self._in_vain = 0

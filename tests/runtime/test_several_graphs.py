@@ -621,6 +621,16 @@ def test_a_budget_holds_where_sizes_inside_of_a_graph_grow(mem: str | int) -> No
     assert measured > 250_000  # the first sizes need 200 kB at most
 
 
+def test_smaller_calls_do_not_replace_what_is_known_of_the_largest() -> None:
+    """The step that captured was the largest one, and was not measured exactly."""
+    ours, _ = twins(mem="min", dynamic=True)
+    for count in (96, 32, 24, 48, 80, 64):
+        ours.zero_grad()
+        ours(rows(count)).backward()
+    assert ours.plan is not None
+    assert peak_of(ours, rows(96)) <= ours.plan.budget
+
+
 class Pointing(nn.Module):
     """Chooses rows of a table by the output of a network, which so gets no gradient."""
 
