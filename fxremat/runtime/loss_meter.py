@@ -3,8 +3,8 @@
 A plan reserves memory between forward and backward for a loss that it does not know
 (`graphs.accounting.outside_bytes`). On CUDA the loss is measured from the first step on: the counters are read,
 but not reset, when the planned forward has run, and when the first gradient reaches its backward. Steps 1, 2,
-4, 8 and so on are measured, since losses may grow. A CPU's allocator has no counters: there a profiler records what the
-loss allocates (`step_memory`). Where the program starts one of its own, the assumption stays; but in the first step the
+4, 8 and so on are measured, since losses may grow, and those with larger inputs than any before. A CPU's allocator has
+no counters: there a profiler records what the loss allocates (`step_memory`), once at each largest size. Where the program starts one of its own, the assumption stays; but in the first step the
 values of the loss are looked for that Python still holds when the model's backward begins. So are gradients of
 parameters that are there by then, as those of a penalty on their norm.
 """
@@ -37,6 +37,8 @@ from fxremat.torch_private import (
     storage_of,
     watching_backward,
 )
+
+GROWTH = 1.02  # a loss is measured again where the inputs have grown by this factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +166,12 @@ class LossMeter:
         self.calls = 0
         self._stop: Callable[[], None] | None = None
         self._was_recorded = False  # True once the loss was measured by a record
+        self._data: list[int] | None = None  # the places of inputs that are no parameters
+        self._largest = 0  # the most numbers that these had in a call that was measured
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        changed = self._others.have_new_plans()
+        larger = self._has_larger(inputs)
+        changed = self._others.have_new_plans() or larger
         measured = changed or (self.calls + 1) & self.calls == 0
         self._was_recorded = self._was_recorded and not changed
         leaves = [x for x in inputs if _is_without_gradient(x)] if measured and not self.stepping else []
@@ -182,6 +187,16 @@ class LossMeter:
             if measured and self._measure(outputs, leaves, meter):
                 failed.pop_all()
         return outputs
+
+    def _has_larger(self, inputs: Sequence[Any]) -> bool:
+        """Tell whether inputs are larger than those of all calls before, by more than `GROWTH`; true of a first call.
+        """
+        if self._data is None:
+            self._data = [place for place, x in enumerate(inputs) if isinstance(x, Tensor) and not _is_parameter(x)]
+        count = sum([inputs[place].numel() for place in self._data])
+        if is_larger := count > GROWTH * self._largest:
+            self._largest = count
+        return is_larger
 
     def _measure(self, outputs: Sequence[Any], leaves: Sequence[Tensor], meter: Recorded | None) -> bool:
         """Measure the loss that follows; return True if the meter goes on."""
@@ -316,8 +331,12 @@ def _is_expanded(tensor: Tensor) -> bool:
     return tensor.numel() > _numbers_in_storage(tensor)
 
 
+def _is_parameter(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+
+
 def _is_without_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf and value.grad is None
+    return _is_parameter(value) and value.grad is None
 
 
 def made_from(node: Any) -> Iterator[Tensor]:

@@ -404,7 +404,7 @@ def test_a_larger_batch_is_not_refused_for_gradients_of_a_layer_outside(dynamic:
     step = with_outer_layer()
     most = peak_bytes(lambda: step(Encoder(), 256))
     compiled = fxremat.compile(Encoder(), mem=int(1.1 * most), dynamic=dynamic, **FAST)
-    for rows in (8, 8, 256, 256):
+    for rows in (2, 3, 256, 256):
         step(compiled, rows)
     assert compiled.plan.predicted_peak <= compiled.plan.budget
     assert peak_bytes(lambda: step(compiled, 256)) <= compiled.plan.predicted_peak
