@@ -70,12 +70,19 @@ class PlansOfSizes:
         largest: LargestCall | None = None,
     ) -> None:
         self.symbolic = graph.as_captured(joint)
-        self._graph, self._options = graph, replace(options, compress=False)  # values are packed at fixed sizes
-        self._dimensions, self._limits = tuple(dimensions), tuple(limits)
+        self._graph, self._dimensions, self._limits = graph, tuple(dimensions), tuple(limits)
         self._shapes = shapes
         self._range: Range | None = None
+        self.take(options)
         self._largest_call = largest or LargestCall()
         self._known: tuple[Plan, ...] = ()
+
+    def take(self, options: Options) -> None:
+        """Plan with these options from now on."""
+        self._options = replace(options, compress=False)  # values are packed at fixed sizes
+        if self._range is not None:
+            dims = self._range.dims
+            self._range = Range(dims, estimated_keep_all(self._graph.at(dims), self._options))
 
     def plan(
         self,

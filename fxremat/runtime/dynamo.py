@@ -193,8 +193,9 @@ class Backend:
         self.until = Until.RUN
         self._layouts_vary = False  # True once a loss outside handed in gradients that lie otherwise than traced
         self._told_of_loss = False  # True once a warning told ranks that the loss takes more memory than planned
-        self._planned: Step | None = None  # the only step of fixed sizes that was planned since `forget_steps`
-        self._planned_steps = 0  # the number of these steps
+        self._sized_steps = list[Sized]()  # the steps of symbolic sizes that were captured since `forget_steps`
+        self._last_step: _FixedStep | Sized | None = None  # the captured step whose forward ran last
+        self._of_other_loss = list[_FixedStep | Sized]()  # those to plan again, if `loss_is_other`
         self.outdated = False  # True if less memory is free than before, or the captured step is no longer the model's
         self.loss_is_other = False  # True if the loss outside of the model takes more or less memory than planned
         self.weights: Weights | None = None
@@ -305,7 +306,7 @@ class Backend:
             compiled = TwiceDifferentiable(compiled, module, rerun, self._unplanned, self._plan_for_retaining)
         if self.coordinator is None:
             stepping = self.options.stepping is not None
-            compiled = LossMeter(compiled, trained, self._take_loss, self._others, stepping=stepping)
+            compiled = LossMeter(compiled, trained, self._judge_of_loss, self._others, stepping=stepping)
         return telling_unused(compiled, trained) if len(trained) > 1 or again else compiled
 
     def _without_gradient(self, module: fx.GraphModule, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -371,17 +372,25 @@ class Backend:
         with layouts, differentiate_as_eager(), self._kernels(inputs), cudnn:
             yield
 
-    def _take_loss(self, loss: MeasuredLoss) -> None:
+    def _judge_of_loss(self) -> Callable[[MeasuredLoss], None]:
+        """Return a function that takes the loss of the call that has just run."""
+        ran = self._last_step
+        plan = ran.plan if ran is not None else None
+        return partial(self._take_loss, ran, plan) if ran is not None and plan is not None else lambda _: None
+
+    def _take_loss(self, ran: _FixedStep | Sized, plan: Plan, loss: MeasuredLoss) -> None:
         """Plan again at the next call if budget or predicted peak do not hold with the loss outside the model.
 
         So it is if the loss takes so much less that a plan may be faster. A loss whose peak was not measured is taken
         to need what was planned.
 
         The plan of ranks that communicate stays, since they can only plan together, and may measure different losses.
+
+        Args:
+            ran: the captured step, and its plan at the sizes of the call.
         """
         if self.coordinator is not None:  # calls have been planned together since that step began
             return
-        plan = self.plans[-1]
         known = self.options.loss_seen
         expected = None if known is None else known.peak_at(loss.assumed)
         planned = self.options.loss_outside.size or (loss.assumed if expected is None else expected)
@@ -417,7 +426,7 @@ class Backend:
                 log.warning("%s, and %s%s", told, why, way)
             return
         self.options = replace(self.options, loss_seen=seen)
-        self.loss_is_other = True
+        self._plan_for_other_loss(ran)
         log.log(
             logging.WARNING if exceeds else logging.INFO,
             "%s: the next call plans for that%s",
@@ -425,11 +434,17 @@ class Backend:
             better and f'; fxremat.compile(..., loss="{better}") does from the start',
         )
 
-    def _take_layouts(self, plan: Plan, as_traced: bool) -> None:
+    def _plan_for_other_loss(self, step: _FixedStep | Sized) -> None:
+        """Plan a captured step again at the next call."""
+        self._of_other_loss += [step] if step not in self._of_other_loss else []
+        self.loss_is_other = True
+
+    def _take_layouts(self, step: _FixedStep, as_traced: bool) -> None:
         """Plan again at the next call if the gradients that a loss outside hands in lie as traced, or do so no more.
 
         Plans have room for copies of them, until it is known that they lie as traced.
         """
+        plan = step.plan
         if self.coordinator is not None or communicates(plan.graph):
             return
         known = self.options.loss_seen or SeenLoss()
@@ -449,33 +464,49 @@ class Backend:
         else:
             log.info("gradients of the loss outside the model are not copied: the next call plans without copies")
         self.options = replace(self.options, loss_seen=replace(known, as_traced=as_traced))
-        self.loss_is_other = True
+        self._plan_for_other_loss(step)
 
-    def runs_the_same(self) -> bool:
-        """Plan the captured step with what is now known of the loss; tell whether the plan is the same but for numbers.
+    def plans_as_captured(self) -> bool:
+        """Plan with what is now known of the loss; tell whether that can be done without capturing anything again.
 
-        Then nothing has to be captured again: the new plan takes the place of the old one. Only for plans of one step
-        of fixed sizes that recompute and do nothing else.
+        Only for plans that recompute and do nothing else. Where sizes may change, the next call at each plans anew. A
+        plan of fixed sizes takes the place of the old one if it is the same but for numbers.
         """
-        if self._planned is None or not self.plans or self.coordinator is not None:
+        steps, options = [*self._of_other_loss], self.options
+        self._of_other_loss.clear()
+        if self.coordinator is not None or options.division is not None or isinstance(options.budget, Auto):
             return False
-        step, plan, options = self._planned, self.plans[-1], self.options
-        beside = plan.weights or plan.tier or plan.slices or plan.compression or plan.compiled or plan.means
-        if beside or plan.saved_as or plan.graph is not step.graph or len(step.ranks.ranks) > 1:
-            return False
-        if plan.reserving or options.division is not None or isinstance(options.budget, Auto):
+        if not steps or not all(_only_recomputes(step.plan) for step in steps):
             return False
         before = self.settings
+        fixed = [step for step in steps if isinstance(step, _FixedStep)]
         with contextlib.suppress(BudgetTooSmall):
-            again = self._plan_fixed(step)
-            if again.program.steps == plan.program.steps and again.costs.fresh == plan.costs.fresh:
+            if all(map(self._replans, fixed)):
+                for sized in self._sized_steps:
+                    sized.plan_anew(self.options)
                 return True
         self.take_back(before)
         return False
 
+    def _replans(self, step: _FixedStep) -> bool:
+        """Plan a captured step of fixed sizes again; tell whether its program has stayed, so that its new plan is used.
+
+        Raises:
+            BudgetTooSmall: no program fits.
+        """
+        plan, captured = step.plan, step.captured
+        if plan.graph is not captured.graph or len(captured.ranks.ranks) > 1:
+            return False
+        again = self._plan_fixed(captured)
+        if again.program.steps != plan.program.steps or again.costs.fresh != plan.costs.fresh:
+            return False
+        step.plan = again
+        return True
+
     def forget_steps(self) -> None:
-        """Prepare for capturing the model again: `runs_the_same` is then about what is planned from now on."""
-        self._planned, self._planned_steps = None, 0
+        """Prepare for capturing the model again: `plans_as_captured` is then about what is planned from now on."""
+        self._sized_steps.clear()
+        self._of_other_loss.clear()
 
     def divide_device_memory(self, model: nn.Module, call: Any) -> None:
         """Find what `device_mem` leaves for this step; plan again if that is less than at the last plan.
@@ -628,6 +659,8 @@ class Backend:
                 if isinstance(step, Sized):
                     step.choose(arguments)
                 raise Reached
+            if not isinstance(step, CalledGraph):
+                self._last_step = step
             return run(arguments)
 
         return taking_a_list(forward)
@@ -679,9 +712,8 @@ class Backend:
             self._check_layouts(step)
             raise Reached(FixedStep(step, self.options))
         plan = self._plan_fixed(step)
-        self._planned_steps += 1
-        self._planned = replace(step, inputs=()) if self._planned_steps == 1 else None  # inputs are not kept alive
-        made[:] = [_FixedStep(plan, self.weights, partial(self._take_layouts, plan))]
+        captured = replace(step, inputs=())  # inputs are not kept alive
+        made[:] = [_FixedStep(plan, captured, self.weights, self._take_layouts)]
         return plan.graphs
 
     def _unplanned(self) -> None:
@@ -888,13 +920,15 @@ class Backend:
                     given[place] = argument
             return given
 
-        return Sized(
+        sized = Sized(
             graph,
             plans,
             as_called=as_called,
             described=partial(_shapes_at, _input_places(placeholders)),
             on_plan=self._take_plan,
         )
+        self._sized_steps.append(sized)
+        return sized
 
     def _with_updates(self, joint: Captured) -> tuple[Captured, TrainedParameters | None]:
         """Return the joint graph with the optimizer's updates inside, and the parameters that these update.
@@ -944,13 +978,15 @@ class Backend:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _FixedStep:
     """A planned step of fixed sizes, which provides the functions that AOTAutograd calls."""
 
     plan: Plan
+    captured: Step
     weights: Weights | None
-    take_layouts: Callable[[bool], None]  # told whether gradients of the outputs lie as traced, whenever that changes
+    # told of this step, and whether gradients of the outputs lie as traced, whenever that changes
+    take_layouts: Callable[[_FixedStep, bool], None]
 
     def forward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """Return the function that runs the forward graph."""
@@ -991,7 +1027,7 @@ class _FixedStep:
             as_traced = not any(map(operator.ne, map(layout_of, arguments[-given:]), traced))
             if as_traced != was_traced and not unused:  # instead of gradients that are missing there are zeros
                 was_traced = as_traced
-                self.take_layouts(as_traced)
+                self.take_layouts(self, as_traced)
             run = self._beside_others(backwards.of(unused), "backward")
             if weights is None:
                 return without(run(arguments), needs, unused)
@@ -1100,3 +1136,11 @@ def _compiled(
             f"{error} needs inputs of fixed sizes: torch.compile(..., dynamic=False) captures each combination by "
             "itself, as fxremat.compile does where it has to"
         ) from None
+
+
+def _only_recomputes(plan: Plan | None) -> bool:
+    """Tell whether a plan does nothing beside recomputing, and may be made anew without capturing the step again."""
+    if plan is None:
+        return False
+    beside = plan.weights or plan.tier or plan.slices or plan.compression or plan.compiled or plan.means
+    return not (beside or plan.saved_as or plan.reserving)

@@ -1,12 +1,13 @@
 """Measures the memory that a loss outside the model allocates, from the allocator's counters while steps run.
 
 A plan reserves memory between forward and backward for a loss that it does not know
-(`graphs.accounting.outside_bytes`). On CUDA the loss is measured from the first step on: the counters are read,
-but not reset, when the planned forward has run, and when the first gradient reaches its backward. Steps 1, 2,
-4, 8 and so on are measured, since losses may grow, and those with larger inputs than any before. A CPU's allocator has
-no counters: there a profiler records what the loss allocates (`step_memory`), once at each largest size. Where the program starts one of its own, the assumption stays; but in the first step the
-values of the loss are looked for that Python still holds when the model's backward begins. So are gradients of
-parameters that are there by then, as those of a penalty on their norm.
+(`graphs.accounting.outside_bytes`). On CUDA the loss is measured from the first step on: the counters are read, but not
+reset, when the planned forward has run, and when the first gradient reaches its backward. Steps 1, 2, 4, 8 and so on
+are measured, since losses may grow, and those with larger inputs than any before. A CPU's allocator has no counters:
+there a profiler records what the loss allocates (`step_memory`), once at each largest size. Where the program starts
+one of its own, the assumption stays; but in the first step the values of the loss are looked for that Python still
+holds when the model's backward begins. So are gradients of parameters that are there by then, as those of a penalty on
+their norm.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class LossMeter:
     Args:
         step: the compiled step.
         trained: indices of the step's outputs that require grad.
-        tell: called with each measurement.
+        judge: called after each call that is measured; returns a function that takes the measurement.
         others: tells whether other models have new plans; then the loss is measured again. Is told of this step.
         stepping: the step updates its parameters itself, and has their gradients elsewhere.
     """
@@ -156,13 +157,13 @@ class LossMeter:
         self,
         step: Callable[..., Sequence[Any]],
         trained: Sequence[int],
-        tell: Callable[[MeasuredLoss], None],
+        judge: Callable[[], Callable[[MeasuredLoss], None]],
         others: OtherModels,
         *,
         stepping: bool = False,
     ) -> None:
-        self.step, self.trained, self.tell, self.stepping = step, tuple(trained), tell, stepping
-        self._others = others
+        self.step, self.trained, self.stepping = step, tuple(trained), stepping
+        self._judge, self._others = judge, others
         self.calls = 0
         self._stop: Callable[[], None] | None = None
         self._was_recorded = False  # True once the loss was measured by a record
@@ -193,10 +194,11 @@ class LossMeter:
         """
         if self._data is None:
             self._data = [place for place, x in enumerate(inputs) if isinstance(x, Tensor) and not _is_parameter(x)]
-        count = sum([inputs[place].numel() for place in self._data])
-        if is_larger := count > GROWTH * self._largest:
-            self._largest = count
-        return is_larger
+        count, before = sum(int(inputs[place].numel()) for place in self._data), self._largest
+        if count <= GROWTH * before:
+            return False
+        self._largest = count
+        return True
 
     def _measure(self, outputs: Sequence[Any], leaves: Sequence[Tensor], meter: Recorded | None) -> bool:
         """Measure the loss that follows; return True if the meter goes on."""
@@ -212,7 +214,7 @@ class LossMeter:
         if (before := levels_of(device)) is None:
             self._watch(node, known, leaves, meter)
             return meter is not None
-        look = self._look(node, leaves)
+        look, judge = self._look(node, leaves), self._judge()
 
         def tell(gradients: Sequence[Tensor | None]) -> None:
             handle.remove()
@@ -223,7 +225,7 @@ class LossMeter:
             exact = highest > top
             peak = (highest if exact else max(level, start)) - start
             held, fixed = level - start - known.gradients, look.found.others
-            self.tell(MeasuredLoss(assumed=known.assumed, peak=peak, held=held, early=0, fixed=fixed, exact=exact))
+            judge(MeasuredLoss(assumed=known.assumed, peak=peak, held=held, early=0, fixed=fixed, exact=exact))
 
         handle, self._stop = node.register_prehook(tell), watching_backward(look, lambda: None)
         return False
@@ -252,6 +254,7 @@ class LossMeter:
             meter: has recorded the forward.
         """
         looks, look = bool(outputs.tensors) and self.calls == 1, self._look(node, leaves)
+        judge = self._judge()
         assumed, gradients, known = outputs.assumed, outputs.gradients, {storage_of(t) for t in outputs.tensors}
         numbers = numbers_of_loss(outputs.tensors[0].device) if outputs.tensors else 0
         leaves_forward = meter.border() if meter is not None else None
@@ -272,7 +275,7 @@ class LossMeter:
             held = {storage_of(each): each.untyped_storage().nbytes() for each in found}
             size = sum(count for storage, count in held.items() if storage not in known)
             size += numbers if size else 0
-            self.tell(MeasuredLoss(assumed=assumed, peak=None, held=size, early=look.found.own, fixed=0, exact=False))
+            judge(MeasuredLoss(assumed=assumed, peak=None, held=size, early=look.found.own, fixed=0, exact=False))
 
         def after() -> None:
             if not reaches_backward:
@@ -283,8 +286,7 @@ class LossMeter:
                 self._was_recorded = True
                 early, fixed = look.found
                 peak, held = max(0, end.peak - start.level - early), end.level - start.level - gradients - early
-                loss = MeasuredLoss(assumed=assumed, peak=peak, held=held, early=early, fixed=fixed, exact=False)
-                self.tell(loss)
+                judge(MeasuredLoss(assumed=assumed, peak=peak, held=held, early=early, fixed=fixed, exact=False))
 
         handle, stop = node.register_prehook(reached), watching_backward(look, after)
 

@@ -998,7 +998,7 @@ def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]
         training.backend.look_at_free_memory()
     backend = training.backend
     if (backend.outdated or backend.loss_is_other) and training.shared is None:
-        captured = not backend.outdated and backend.runs_the_same()
+        captured = not backend.outdated and backend.plans_as_captured()
         backend.outdated = backend.loss_is_other = False
         if not captured:
             backend.forget_steps()

@@ -27,6 +27,7 @@ from fxremat.errors import FxrematError
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.nodes import is_number
 from fxremat.graphs.symbolic import Dims, Numbers, SymbolicGraph
+from fxremat.options import Options
 from fxremat.planning.sizes import PlansOfSizes
 from fxremat.plans import Plan
 from fxremat.runtime.contract import Contract
@@ -43,6 +44,7 @@ BATCHED = (
 )
 
 AT_MOST = 8  # number of programs whose generated graphs are kept
+KEPT = 8  # number of plans that are kept, to compare them with what calls at their sizes take
 MOST_SIZES = 10_000  # number of combinations of sizes for which the chosen program is remembered
 REMEMBERED = 256  # number of combinations of sizes for which computed numbers are cached
 AS_GOOD = 1.01  # a program with existing graphs is preferred to a faster one without, up to this ratio of times
@@ -97,6 +99,8 @@ class Sized:
         self._orders: list[Order] = []  # programs by number; all are kept, since a backward may still need any of them
         self._number_of: dict[object, int] = {}
         self._chosen: dict[Dims, int] = {}  # sizes that tensors depend on -> number of the chosen program
+        self.plan: Plan | None = None  # of the last forward; None if it was made before `KEPT` others
+        self._plans_at: dict[Dims, Plan] = {}  # the last plans, by the sizes that tensors depend on
         self._emitted = EmittedPrograms(self._outputs, self._symbolic.tangent_names, AT_MOST)
         self._numbers: Callable[[Dims], Numbers] = lru_cache(maxsize=REMEMBERED)(graph.numbers)
         with real_tensors():
@@ -116,9 +120,11 @@ class Sized:
         The list is emptied, so that its tensors can be freed.
         """
         dims = self._dims(arguments)
-        number = self._chosen.get(self._graph.shaping_of(dims))
+        shaping = self._graph.shaping_of(dims)
+        number = self._chosen.get(shaping)
         if number is None:
             number = self.choose(arguments)
+        self.plan = self._plans_at.get(shaping)
         numbers = self._numbers(dims)
         program = self._program(number)
         places = self._graph.places
@@ -164,9 +170,18 @@ class Sized:
         if len(self._chosen) >= MOST_SIZES:
             self._chosen.clear()
         number = self._chosen[self._graph.shaping_of(dims)] = self._number_of[_key(order)]
+        if len(self._plans_at) >= KEPT:
+            self._plans_at.pop(next(iter(self._plans_at)))
+        self._plans_at[self._graph.shaping_of(dims)] = plan
         self._emitted.never_overwriting(plan.costs.fresh)
         self._on_plan(plan)
         return number
+
+    def plan_anew(self, options: Options) -> None:
+        """Plan with these options at the next call of each combination of sizes; backwards that wait stay as they are.
+        """
+        self._plans.take(options)
+        self._chosen.clear()
 
     def contract(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return two graphs, never run, from which AOTAutograd reads the inputs and outputs of forward and backward."""

@@ -231,7 +231,7 @@ def test_a_loss_is_measured_by_the_allocator_s_counters(
 ) -> None:
     found: list[MeasuredLoss] = []
     compiled = torch.compile(nn.Linear(4, 4), backend="aot_eager")
-    meter = LossMeter(lambda x: [compiled(x)], (0,), found.append, OtherModels())
+    meter = LossMeter(lambda x: [compiled(x)], (0,), lambda: found.append, OtherModels())
     with counted(monkeypatch, levels):
         (out,) = meter(torch.ones(10, 4))
         nn.Linear(4, 3)(out).sum().backward()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -408,6 +409,33 @@ def test_a_larger_batch_is_not_refused_for_gradients_of_a_layer_outside(dynamic:
         step(compiled, rows)
     assert compiled.plan.predicted_peak <= compiled.plan.budget
     assert peak_bytes(lambda: step(compiled, 256)) <= compiled.plan.predicted_peak
+
+
+def test_sizes_that_change_are_planned_for_a_larger_loss_without_another_capture() -> None:
+    step, compiled = with_outer_layer(), fxremat.compile(Encoder(), mem="100%", **FAST)
+    for rows in (4, 4, 6, 6):
+        step(compiled, rows)
+    captured = counters["stats"]["unique_graphs"]
+    for rows in (128, 128, 6, 64, 256, 256):
+        step(compiled, rows)
+    assert peak_bytes(lambda: step(compiled, 256)) <= compiled.plan.predicted_peak
+    assert counters["stats"]["unique_graphs"] == captured
+
+
+def test_a_loss_is_judged_by_the_plan_of_its_own_call(caplog: pytest.LogCaptureFixture) -> None:
+    """Fixed sizes that alternate: the plan that was made last is that of the other call."""
+    step, compiled = with_outer_layer(), fxremat.compile(Encoder(), mem="100%", dynamic=False, **FAST)
+    for rows in (256, 256, 16, 16):
+        step(compiled, rows)
+    planned = len(compiled.fxremat.plans)
+    caplog.clear()
+    for _ in range(2):  # another model's plans let losses be measured again
+        other = fxremat.compile(Encoder(), mem="100%", example_inputs=(torch.randn(4, 64),), **FAST)
+        for rows in (256, 16):
+            step(compiled, rows)
+    assert other.plan is not None
+    assert len(compiled.fxremat.plans) == planned
+    assert not [record for record in caplog.records if "of the loss outside the model" in record.message]
 
 
 def test_expected_bytes_of_a_loss_are_exact_where_measured_and_linear_between() -> None:
