@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.utils import counters
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 import fxremat
