@@ -559,22 +559,80 @@ def _captured_by(
     def call(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_name=f"{name} ({next(_steps)})")
-    context: Any = torch._dynamo.optimize(backend=backend, nopython=fullgraph)
+    own = call.__code__ = call.__code__.replace(co_name=f"{name} ({next(_steps)})")
+    kept = _Captured(own, relay := _Relay(backend), capture)
+    context: Any = torch._dynamo.optimize(backend=relay, nopython=fullgraph)
     inner = context.callback
 
     @functools.wraps(inner)
     @with_room_for_calls
     def callback(frame: Any, *args: Any, **kwargs: Any) -> Any:
         code = frame.f_code
-        if code is not call.__code__ and (in_backward() or code.co_filename.startswith(RUNTIME)):
+        if code is not own and (in_backward() or code.co_filename.startswith(RUNTIME)):
             return dynamo.ConvertFrameReturn(skip, apply_to_code=False)
-        return capture(inner, frame, *args, **kwargs)
+        assert kept.capture is not None, "a function captured for a model outlives it"
+        found = kept.capture(inner, frame, *args, **kwargs)
+        if found.guarded_code is not None:
+            kept.guards.append(weakref.ref(found.guarded_code.guard_manager))
+        return found
 
     callback._torchdynamo_orig_backend = inner  # type: ignore[attr-defined]
     context.callback = callback
     compiled: Callable[..., Any] = context(call)
+    compiled._fxremat_backend = backend  # type: ignore[attr-defined]
+    weakref.finalize(compiled, kept.forget).atexit = False
     return compiled
+
+
+class _Relay:
+    """Passes what dynamo captures on to a backend, and calls of the compiled functions on to these.
+
+    dynamo never lets go of its backends (`torch._dynamo.eval_frame.cached_backends`, and the entries of code objects
+    that stay), nor of some compiled functions (tracebacks of its guards hold the code that calls them, torch 2.11 to
+    2.15); those of fxremat hold plans and graphs.
+    """
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        self._backend = weakref.ref(backend)
+        self._compiled = list[list[Callable[..., Any]]]()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        backend = self._backend()
+        assert backend is not None, "a function captured for a model outlives it"
+        held = [backend(*args, **kwargs)]
+        self._compiled.append(held)
+        return lambda *given: held[0](*given)
+
+    def forget(self) -> None:
+        """Let go of the compiled functions."""
+        for held in self._compiled:
+            held.clear()
+
+
+class _Captured:
+    """What dynamo keeps for a model that it has captured, to be dropped with the model."""
+
+    def __init__(self, code: types.CodeType, relay: _Relay, capture: Callable[..., Any]) -> None:
+        self.code, self.relay = code, relay  # the code is of the model's own function
+        self.capture: Callable[..., Any] | None = capture  # dynamo keeps its callback after an error (torch 2.13)
+        self.guards = list[weakref.ref[Any]]()  # of all graphs, which functions of the user keep
+
+    def forget(self) -> None:
+        """Let dynamo drop what it compiled.
+
+        As `CheckFunctionManager.invalidate` does for an object that guards compare by identity (torch 2.11 to 2.15).
+        """
+        from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+        self.capture = None
+        self.relay.forget()
+        for reference in self.guards:
+            guards: Any = reference()
+            if guards is not None and guards.cache_entry is not None and guards.extra_state is not None:
+                gone = DeletedGuardManagerWrapper("the compiled model is gone")
+                guards.extra_state.invalidate(guards.cache_entry, gone)
+        frames: Any = torch._dynamo.eval_frame
+        frames.reset_code(self.code)
 
 
 # By id: dynamo puts a module's globals among the constants of functions that it resumes, which cannot be hashed then.
