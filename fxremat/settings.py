@@ -181,9 +181,10 @@ class Loss(Setting):
     Args:
         bytes: what a loss outside the model allocates between forward and backward, as a number or a text such as
             "300MB". None: 0 if the model returns its loss; else four times the bytes of its outputs, or, for
-            half-precision outputs, five times the bytes of a float32 copy. On CUDA the first step measures it, and
-            later steps are planned with the result; on a CPU it looks for values of the loss that are still held when
-            the model's backward begins.
+            half-precision outputs, five times the bytes of a float32 copy. The first step measures it, and later
+            ones are planned with the result; so do steps 2, 4, 8 and so on, and those of larger inputs. Where the
+            program profiles the step on a CPU, it only looks for values of the loss that are still held when the
+            model's backward begins.
         gradients: which outputs get gradients if the model returns its loss. "loss": only the loss; if another output
             gets one, that step runs as plain PyTorch without a budget, and later steps are planned for it. "all":
             every output.

@@ -408,7 +408,7 @@ class Backend:
         took, aside = peak + loss.early, planned + (known.early if known else 0)
         told, better = f"the loss outside the model allocated {format_bytes(took)}", enough(took)
         told += f" where {format_bytes(aside)} had been set aside"
-        if loss.peak is None or took <= aside:  # what exceeds is not its peak
+        if loss.peak is None or (more and took <= aside):  # what exceeds is not its peak
             what = "and of gradients that it has made of parameters " if loss.early else ""
             told = f"{format_bytes(stays)} of the loss outside the model {what}stay while the model's backward runs"
             better = ""  # a larger loss between forward and backward would make no room there
@@ -985,7 +985,7 @@ class _FixedStep:
     plan: Plan
     captured: Step
     weights: Weights | None
-    # told of this step, and whether gradients of the outputs lie as traced, whenever that changes
+    # told of this step, and whether gradients of the outputs lie as traced, whenever that or the plan changes
     take_layouts: Callable[[_FixedStep, bool], None]
 
     def forward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
@@ -1017,16 +1017,17 @@ class _FixedStep:
         losses, needs = self.plan.loss_places, self.plan.captured.outputs_needed
         given, outputs = len(self.plan.captured.tangent_nodes), self.plan.captured.backward_outputs
         traced = [layout_of(node.meta["val"]) for node in self.plan.captured.tangent_nodes]
-        was_traced: bool | None = None
+        told: tuple[bool, Plan] | None = None
 
         def backward(arguments: list[Any]) -> Any:
-            nonlocal was_traced
+            nonlocal told
             if weights is None and any_batched(arguments[-given:]):
                 return [_zeros(node) for node in outputs]  # a hook replaces them: see `double_backward`
             unused = unused_outputs()
             as_traced = not any(map(operator.ne, map(layout_of, arguments[-given:]), traced))
-            if as_traced != was_traced and not unused:  # instead of gradients that are missing there are zeros
-                was_traced = as_traced
+            is_new = told is None or told[0] != as_traced or told[1] is not self.plan
+            if is_new and not unused:  # instead of gradients that are missing there are zeros
+                told = as_traced, self.plan
                 self.take_layouts(self, as_traced)
             run = self._beside_others(backwards.of(unused), "backward")
             if weights is None:

@@ -4,10 +4,9 @@ A plan reserves memory between forward and backward for a loss that it does not 
 (`graphs.accounting.outside_bytes`). On CUDA the loss is measured from the first step on: the counters are read, but not
 reset, when the planned forward has run, and when the first gradient reaches its backward. Steps 1, 2, 4, 8 and so on
 are measured, since losses may grow, and those with larger inputs than any before. A CPU's allocator has no counters:
-there a profiler records what the loss allocates (`step_memory`), once at each largest size. Where the program starts
-one of its own, the assumption stays; but in the first step the values of the loss are looked for that Python still
-holds when the model's backward begins. So are gradients of parameters that are there by then, as those of a penalty on
-their norm.
+there a profiler records what the loss allocates (`step_memory`). Where the program starts one of its own, the
+assumption stays; but in the first step the values of the loss are looked for that Python still holds when the model's
+backward begins. So are gradients of parameters that are there by then, as those of a penalty on their norm.
 """
 
 from __future__ import annotations
@@ -166,7 +165,6 @@ class LossMeter:
         self._judge, self._others = judge, others
         self.calls = 0
         self._stop: Callable[[], None] | None = None
-        self._was_recorded = False  # True once the loss was measured by a record
         self._data: list[int] | None = None  # the places of inputs that are no parameters
         self._largest = 0  # the most numbers that these had in a call that was measured
 
@@ -174,10 +172,9 @@ class LossMeter:
         larger = self._has_larger(inputs)
         changed = self._others.have_new_plans() or larger
         measured = changed or (self.calls + 1) & self.calls == 0
-        self._was_recorded = self._was_recorded and not changed
         leaves = [x for x in inputs if _is_without_gradient(x)] if measured and not self.stepping else []
         self._unwatch()
-        meter = _recorder(inputs) if measured and not self._was_recorded else None
+        meter = _recorder(inputs) if measured else None
         with contextlib.ExitStack() as failed:
             if meter is not None:
                 failed.callback(meter.end)
@@ -283,10 +280,9 @@ class LossMeter:
             self._unwatch()
             (end,), start = reaches_backward, leaves_forward
             if start is not None and start.level is not None and end.level is not None and end.peak is not None:
-                self._was_recorded = True
                 early, fixed = look.found
                 peak, held = max(0, end.peak - start.level - early), end.level - start.level - gradients - early
-                judge(MeasuredLoss(assumed=assumed, peak=peak, held=held, early=early, fixed=fixed, exact=False))
+                judge(MeasuredLoss(assumed=assumed, peak=peak, held=held, early=early, fixed=fixed, exact=True))
 
         handle, stop = node.register_prehook(reached), watching_backward(look, after)
 
