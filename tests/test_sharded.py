@@ -57,6 +57,7 @@ from tests.sharded_training import (
     unequal,
     vectors,
 )
+from tests.test_readme import job_of_one
 from tests.training import same
 
 QUICK: Mapping[str, Any] = {"search": Search(seconds=0), "costs": "estimate"}
@@ -781,6 +782,42 @@ def _refused(rank: int, world: int) -> list[str]:
     note(lambda: fxremat.compile(_in_parallel(mesh), device_mem="1GiB"))
     assert unequal(before, state(seeded(Floats))) == []
     return messages
+
+
+class Norm(nn.Module):
+    """Only holds a layer, which the model calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+
+class Nested(nn.Module):
+    """Layers in lists and dicts of a list, as models write them that call `for norm, up in self.layers`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleList([Norm(), nn.Linear(8, 8)]) for _ in range(2)])
+        self.layers.append(nn.ModuleDict({"last": nn.Linear(8, 8)}))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for holder, up in list(self.layers)[:2]:  # type: ignore[misc]
+            x = x + up(holder.norm(x))
+        return self.layers[2]["last"](x).square().mean()  # type: ignore[index]
+
+
+def test_layers_in_containers_of_containers_are_sharded_one_by_one(tmp_path: Path) -> None:
+    x = torch.randn(4, 8)
+    plain = seeded(Nested)
+    plain(x).backward()
+    with job_of_one(tmp_path):
+        sharded: Any = fxremat.fully_shard(seeded(Nested))
+        ours = fxremat.compile(sharded, mem="100%", **QUICK)
+        ours(x).backward()
+        found = {name: parameter.grad.full_tensor() for name, parameter in ours.named_parameters()}
+    own = [name for name, module in sharded.named_modules() if isinstance(module, FSDPModule)]
+    assert own == ["", "layers.0.0.norm", "layers.0.1", "layers.1.0.norm", "layers.1.1", "layers.2.last"]
+    assert all(same(found[name], parameter.grad) for name, parameter in plain.named_parameters())
 
 
 def test_uses_that_cannot_work_are_refused_on_every_rank(every_day: list[dict[str, Any]]) -> None:

@@ -82,7 +82,7 @@ def _checked(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield outermost elements of nn.ModuleList and nn.Sequential.
+    """Yield outermost elements of nn.ModuleList and nn.Sequential; of those that have no forward, their elements.
 
     Elements without parameters, or that share one with a module outside of them, are left out.
     """
@@ -95,11 +95,18 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        for layer in module:
-            inside.update(layer.modules())
+        inside.update(module.modules())
+        for layer in _called(module):
             own = Counter(id(p) for part in layer.modules() for p in part._parameters.values() if p is not None)
             if own and all(owners[number] == count for number, count in own.items()):
                 yield layer
+
+
+def _called(container: nn.Module) -> Iterator[nn.Module]:
+    """Yield the elements of a container that can be called, and those of its elements that cannot."""
+    for element in container.children():
+        has_forward = type(element).forward is not nn.Module.forward
+        yield from (element,) if has_forward else _called(element)
 
 
 def _replicated(

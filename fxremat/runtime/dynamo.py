@@ -1114,7 +1114,7 @@ def fxremat(
         )
     for name in given:
         check_name(name)
-    if "mem" not in given:
+    if "mem" not in given and given.get("plan") is None:
         raise InvalidBudget('the fxremat backend needs a budget: torch.compile(..., options={"mem": "4GiB"})')
     chosen = options_of(**given)
     graphs = graphs_of(chosen, module, inputs)

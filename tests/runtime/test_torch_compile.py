@@ -17,6 +17,7 @@ import fxremat
 from benchmarks.meter import peak_bytes
 from fxremat import Slices
 from fxremat.plan_of_graphs import PlanOfGraphs
+from fxremat.planning import surveys
 from fxremat.runtime import torch_compile
 from fxremat.runtime.called_graph import current
 from fxremat.torch_private import is_profiled
@@ -211,6 +212,22 @@ def test_options_are_checked_by_name(options: dict[str, Any] | None, message: st
     compiled = torch.compile(nn.Linear(2, 2), backend="fxremat", options=options)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
         compiled(torch.ones(1, 2))
+
+
+def test_a_saved_plan_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(32, 32), nn.GELU())))
+    planned: Any = fxremat.compile(copy.deepcopy(plain), mem="60%", example_inputs=(rows(),))
+    planned.plan.save(tmp_path / "plan.json")
+    monkeypatch.setattr(surveys, "survey", None)
+    monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
+    model = copy.deepcopy(plain)
+    ours: Any = torch.compile(model, backend="fxremat", options={"plan": tmp_path / "plan.json"})
+
+    def step(of: nn.Module, call: Callable[..., Any]) -> Any:
+        return step_of(of, lambda: call(rows()), lambda out: out.square().mean())
+
+    assert differences(step(model, ours), step(plain, plain)) == []
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, pytest.param(torch.optim.AdamW, marks=pytest.mark.long)])
