@@ -1,12 +1,14 @@
 """An op-by-op search that improves the Pareto frontier of peak and time, up to the user's budget: `Ladder`.
 
     least             programs with a lower peak than any schedule of blocks, searched for once for a step graph
-    rung 1, 2, 3 ...  a search at each of a series of budgets, 2 % apart, from the least peak up to the user's budget
+    rung 1, 2, 3 ...  a search at each of a series of budgets, 2 % apart, from the least peak to the first one above the
+                      user's budget
 
 The result of one rung also fits the next, which starts from it or from the fastest schedule that fits. The
 budgets of the rungs do not depend on the user's budget; it decides only how many are searched, and the plan is
-chosen from the results up to it. So a larger budget never leads to a slower plan, and no plan depends on
-budgets that were asked for earlier. The work of a search is counted in replayed executions instead of seconds,
+chosen from their results that fit. So a larger budget never leads to a slower plan, and no plan depends on budgets that
+were asked for earlier. The last rung finds programs that fit although its own budget does not: with the peak of a plan
+as the budget, there is that plan. The work of a search is counted in replayed executions instead of seconds,
 and random choices are seeded: the same model always gets the same plan.
 """
 
@@ -55,11 +57,11 @@ class Ladder:
         return rungs
 
     def to(self, budget: int, costs: Costs, *, effort: float) -> Ladder:
-        """Return the results after searching all budgets up to `budget` bytes; budgets searched before are skipped.
+        """Return the results after searching all rungs that count for a budget; rungs searched before are skipped.
 
         Searching all rungs takes about `effort` seconds.
         """
-        rungs = [rung for rung in self.rungs if self.climbed < rung <= budget]
+        rungs = [rung for rung in self.rungs if self.climbed < rung <= self._last(budget)]
         if not rungs or not effort:
             return self
         search = _Search(self, costs, int(effort * PAGES / RUNGS))
@@ -67,10 +69,15 @@ class Ladder:
             search.climb(rung)
         return replace(self, found=tuple(search.found), climbed=rungs[-1])
 
+    def _last(self, budget: int) -> int:
+        """Return the last rung that counts for a budget: the first one above it; the budget itself if there is none."""
+        rungs = self.rungs
+        return next((rung for rung in rungs if rung > budget), budget) if budget >= rungs[0] else budget
+
     def frontier(self, budget: int) -> Frontier:
-        """Return the Pareto frontier of the given candidates and of search results with budgets up to `budget` bytes.
-        """
-        found = [candidate for rung, candidate in self.found if rung <= budget]
+        """Return the Pareto frontier of the given candidates and of the results of rungs that count for a budget."""
+        last = self._last(budget)
+        found = [candidate for rung, candidate in self.found if rung <= last]
         return replace(self.given, candidates=tuple(unbeaten([*self.given.candidates, *found])))
 
     def on(self, graph: StepGraph) -> Ladder:

@@ -215,6 +215,17 @@ def test_more_memory_is_never_slower_whatever_was_asked_for_before(name: str, sh
     assert slowest_first == sorted(slowest_first, reverse=True)
 
 
+@few(everyday(5))
+@given(STEPS)
+def test_the_peak_of_a_plan_on_offer_is_a_budget_for_it(name: str) -> None:
+    found = searched(name)
+    nothing = Ladder(given=survey(found.joint, found.costs, effort=0.2))
+    everything = nothing.to(nothing.given.keep_all.peak, found.costs, effort=0.2)
+    for candidate in everything.frontier(nothing.given.keep_all.peak).candidates:
+        alone = nothing.to(candidate.peak, found.costs, effort=0.2).frontier(candidate.peak)
+        assert alone.within(candidate.peak).time <= candidate.time
+
+
 def test_rungs_go_from_the_least_to_the_most_in_small_steps() -> None:
     frontier = searched("deep").frontier
     rungs = Ladder(given=frontier).rungs
