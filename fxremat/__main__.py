@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +28,7 @@ from fxremat.chains.simulate import Timeline
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.cost.devices import DEVICES, listed
 from fxremat.errors import CaptureError, FxrematError
+from fxremat.factories import guarded, made_by
 from fxremat.progress import shown_on_stderr, telling
 from fxremat.show import pipeline as pipeline_report
 from fxremat.solvers.choose import EFFORT, JoinSolution, Solution, solution
@@ -89,15 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     print(answer.text if isinstance(answer, _Judged) else answer)
     return answer.status if isinstance(answer, _Judged) else 0
-
-
-def _is_of_the_model(error: Exception) -> bool:
-    """Tell whether the model raises this error without fxremat, too; fxremat adds a note to such errors."""
-    if not getattr(error, "__notes__", ()):
-        return False
-    from fxremat.runtime.plain_errors import NOTE
-
-    return NOTE in error.__notes__
 
 
 def _in_flags(text: str, options: Collection[str]) -> str:
@@ -207,12 +198,12 @@ def _plan(args: argparse.Namespace) -> str:
         raise FxrematError(f"--report shows one plan, and --device names {len(devices)} devices: name one")
     if devices and args.save is not None:
         raise FxrematError("--save writes a plan for the device that the model is on; --device plans for others")
-    model, example_inputs = _made(factory, args.factory)
+    model, example_inputs = made_by(factory, args.factory)
     planning = f"planning {args.factory}"
     if len(devices) > 1:
-        return str(_guarded(planning, lambda: compare(model, example_inputs, devices, **options)))
+        return str(guarded(planning, lambda: compare(model, example_inputs, devices, **options)))
     options["costs"] = devices[0] if devices else _costs_here(args)
-    found = _guarded(planning, lambda: plan(model, example_inputs, **options))
+    found = guarded(planning, lambda: plan(model, example_inputs, **options))
     _write(args.report, found.to_html)
     if args.save is not None:
         _writing(args.save, lambda: found.save(args.save))
@@ -249,8 +240,8 @@ def _profile(args: argparse.Namespace) -> str | _Judged:
 
     options: dict[str, Any] = {"costs": args.device or _costs_here(args), "search": _search(args)}
     options_of(mem="100%", **options)  # checks the options before the factory runs, which may take a while
-    model, example_inputs = _made(factory, args.factory)
-    found = _guarded(f"profiling {args.factory}", lambda: profile(model, example_inputs, **options))
+    model, example_inputs = made_by(factory, args.factory)
+    found = guarded(f"profiling {args.factory}", lambda: profile(model, example_inputs, **options))
     _write(args.report, found.to_html)
     _write(args.save, found.to_json)
     if before is None:
@@ -301,10 +292,10 @@ def _largest(
     options["costs"] = _costs_here(args)  # `PlansOfSize` replaces this by each of the devices
 
     def make(size: int) -> tuple[Any, Any]:
-        return _made(functools.partial(factory, **{name: size}), args.factory)
+        return made_by(functools.partial(factory, **{name: size}), args.factory)
 
     def planned(model: Any, inputs: Any, **further: Any) -> Any:
-        return _guarded(f"planning {args.factory}", lambda: plan(model, inputs, **(options | further)))
+        return guarded(f"planning {args.factory}", lambda: plan(model, inputs, **(options | further)))
 
     plans, lines = PlansOfSize(make, planned), []
     targets: list[Device | None] = [Device.named(device) for device in devices] or [None]
@@ -322,39 +313,6 @@ def _takes(factory: Callable[..., Any], name: str) -> bool:
         return name in inspect.signature(factory).parameters
     except (TypeError, ValueError):  # raised if `factory` is not a function, or not one written in Python
         return False
-
-
-def _made(factory: Callable[[], Any], name: str) -> tuple[Any, Any]:
-    """Call the user's factory and return its (model, example inputs); `name` is the factory's name in messages.
-
-    Raises `FxrematError` if the factory fails or returns anything else.
-    """
-    from torch import nn
-
-    if not callable(factory):
-        raise FxrematError(f"{name} is a {type(factory).__name__}; it must be a function")
-    made = _guarded(f"{name}()", factory)
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        kind = type(made).__name__
-        raise FxrematError(f"{name}() returned a {kind}; it must return (model, example_inputs)")
-    return made
-
-
-def _guarded(what: str, work: Callable[[], _T]) -> _T:
-    """Call `work`, which runs the user's code, and return its result.
-
-    Raises `FxrematError` for any error of `work`; the message begins with `what` and names the file and line.
-    """
-    try:
-        return work()
-    except FxrematError:
-        raise
-    except Exception as error:
-        if _is_of_the_model(error):
-            raise FxrematError(f"the model fails on these inputs: {type(error).__name__}: {error}") from error
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        at = f"{frame.filename}:{frame.lineno}"
-        raise FxrematError(f"{what} failed at {at}: {type(error).__name__}: {error}") from error
 
 
 def _check_folder(path: str | None) -> None:

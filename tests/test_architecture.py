@@ -13,8 +13,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fxremat"
 ROOMS = (  # what stands further left may use what stands further right, never back
-    *("__main__", "__init__", "integrations", "fitting", "api", "what_if", "pipelining", "runtime", "compilers"),
-    *("planning", "options", "profiles", "plan_of_graphs", "plans", "show", "plan_check", "plan_file"),
+    *("__main__", "__init__", "integrations", "fitting", "factories", "api", "what_if", "pipelining", "runtime"),
+    *("compilers", "planning", "options", "profiles", "plan_of_graphs", "plans", "show", "plan_check", "plan_file"),
     *("planned_step", "planned_graphs", "kernels", "settings"),
     *("cost", "fusion", "slices", "passes", "ops", "graphs", "transfers", "search", "linearize", "step"),
     *("solvers", "chains", "host", "budget", "device"),

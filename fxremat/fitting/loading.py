@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxremat.errors import FxrematError
+from fxremat.factories import made_by
 from fxremat.fitting import from_diffusers, from_timm, from_transformers
 from fxremat.fitting.adapters import with_adapters
 from fxremat.fitting.four_bits import in_four_bits
@@ -164,16 +166,15 @@ def _from_factory(name: str, training: Training) -> Loaded:
         factory = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever the module does when it is imported
         raise FxrematError(f"cannot import {shortened(name)}: {type(error).__name__}: {error}") from error
+    if not callable(factory):
+        raise FxrematError(f"{name} is a {type(factory).__name__}; it must be a function")
     takes = inspect.signature(factory).parameters
     given = {"batch": training.batch, "length": training.length, "image": training.image}
     asked = {key: value for key, value in given.items() if key in takes and value is not None}
     if missing := [key for key, value in given.items() if key not in takes and value not in (None, 1)]:
         raise FxrematError(f"{name} has no parameter {missing[0]}")
     with META:
-        made = factory(**asked)
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise FxrematError(f"{name}() returned a {type(made).__name__}; it must return (model, example_inputs)")
-    model, inputs = made
+        model, inputs = made_by(partial(factory, **asked), name)
     model = model.to(training.weights)
     inputs = pytree.tree_map_only(
         Tensor, lambda t: t.to(META, training.weights) if t.is_floating_point() else t.to(META), inputs
