@@ -109,7 +109,7 @@ from fxremat.torch_private import (
     written_inputs,
 )
 from fxremat.transfers.network import communicates
-from fxremat.units import Auto, Percent, format_bytes, parse_bytes
+from fxremat.units import Auto, Least, Percent, format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)
 KEPT_PLANS = 8  # this many of the latest plans can be read by users
@@ -118,6 +118,10 @@ MOST_TRACES = 4
 # A step is planned again only if recomputation makes it slower than keeping everything by this factor, and the
 # loss needs less memory than was reserved for it, by more than GAIN - 1 of the budget.
 GAIN = 1.01
+FEWER = (
+    "%s runs in a step that another compiled model has begun, whose budget bounds all of it and has no room for its "
+    "own of %s: it runs with its least from now on"
+)
 MANY_SIZES = 3  # after this many combinations of input sizes a warning says what each new one costs
 
 
@@ -196,6 +200,7 @@ class Backend:
         self._sized_steps = list[Sized]()  # the steps of symbolic sizes that were captured since `forget_steps`
         self._last_step: _FixedStep | Sized | None = None  # the captured step whose forward ran last
         self._of_other_loss = list[_FixedStep | Sized]()  # those to plan again, if `loss_is_other`
+        self._before_loss: Settings | None = None  # what was set before
         self.outdated = False  # True if less memory is free than before, or the captured step is no longer the model's
         self.loss_is_other = False  # True if the loss outside of the model takes more or less memory than planned
         self.weights: Weights | None = None
@@ -425,8 +430,7 @@ class Backend:
                 way = better and f': fxremat.compile(..., loss="{better}") makes room for it'
                 log.warning("%s, and %s%s", told, why, way)
             return
-        self.options = replace(self.options, loss_seen=seen)
-        self._plan_for_other_loss(ran)
+        self._plan_for_other_loss(ran, seen)
         log.log(
             logging.WARNING if exceeds else logging.INFO,
             "%s: the next call plans for that%s",
@@ -434,8 +438,10 @@ class Backend:
             better and f'; fxremat.compile(..., loss="{better}") does from the start',
         )
 
-    def _plan_for_other_loss(self, step: _FixedStep | Sized) -> None:
-        """Plan a captured step again at the next call."""
+    def _plan_for_other_loss(self, step: _FixedStep | Sized, seen: SeenLoss) -> None:
+        """Plan a captured step again at the next call, with what is now known of the loss."""
+        self._before_loss = self._before_loss or self.settings
+        self.options = replace(self.options, loss_seen=seen)
         self._of_other_loss += [step] if step not in self._of_other_loss else []
         self.loss_is_other = True
 
@@ -463,8 +469,7 @@ class Backend:
             return
         else:
             log.info("gradients of the loss outside the model are not copied: the next call plans without copies")
-        self.options = replace(self.options, loss_seen=replace(known, as_traced=as_traced))
-        self._plan_for_other_loss(step)
+        self._plan_for_other_loss(step, replace(known, as_traced=as_traced))
 
     def plans_as_captured(self) -> bool:
         """Plan with what is now known of the loss; tell whether that can be done without capturing anything again.
@@ -478,15 +483,31 @@ class Backend:
             return False
         if not steps or not all(_only_recomputes(step.plan) for step in steps):
             return False
-        before = self.settings
+        before, (earlier, self._before_loss) = self.settings, (self._before_loss, None)
         fixed = [step for step in steps if isinstance(step, _FixedStep)]
-        with contextlib.suppress(BudgetTooSmall):
+        try:
             if all(map(self._replans, fixed)):
                 for sized in self._sized_steps:
                     sized.plan_anew(self.options)
                 return True
+        except BudgetTooSmall:
+            if earlier is not None and self._others.ask_for_room():  # what this step takes is measured again then
+                self.take_back(earlier)
+                return True
         self.take_back(before)
         return False
+
+    def follow(self) -> None:
+        """Plan for the least memory from now on if the model within whose step this one runs needs the room."""
+        others, options = self._others, self.options
+        if not others.exist:
+            return
+        others.is_inside = others.wait()
+        changeable = options.plan is None and options.division is None and not options.chooses
+        if not (others.is_inside and others.takes_least and changeable) or isinstance(options.budget, Least):
+            return
+        log.warning(FEWER, self.model, options.mem)
+        self.options, self.outdated = replace(options, mem="min"), True
 
     def _replans(self, step: _FixedStep) -> bool:
         """Plan a captured step of fixed sizes again; tell whether its program has stayed, so that its new plan is used.
@@ -507,6 +528,7 @@ class Backend:
         """Prepare for capturing the model again: `plans_as_captured` is then about what is planned from now on."""
         self._sized_steps.clear()
         self._of_other_loss.clear()
+        self._before_loss = None
 
     def divide_device_memory(self, model: nn.Module, call: Any) -> None:
         """Find what `device_mem` leaves for this step; plan again if that is less than at the last plan.

@@ -997,6 +997,8 @@ def _run_step(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any]
     if training.backend.until is Until.RUN:
         training.backend.look_at_free_memory()
     backend = training.backend
+    if training.in_parts is None and training.shared is None:
+        backend.follow()
     if (backend.outdated or backend.loss_is_other) and training.shared is None:
         captured = not backend.outdated and backend.plans_as_captured()
         backend.outdated = backend.loss_is_other = False

@@ -52,6 +52,8 @@ class OtherModels:
         self._known = self._made
         self._all.add(self)
         self.own_step_waits: Callable[[], bool] = lambda: False  # tells whether the backward of a step may still come
+        self.is_inside = False  # True if the last call was within another one's step
+        self.takes_least = False  # True once a model whose step this one is within had no room for more
 
     @property
     def exist(self) -> bool:
@@ -72,6 +74,13 @@ class OtherModels:
         """Tell whether the step of another one waits for its backward, so that what begins now is a part of that step.
         """
         return any(other.own_step_waits() for other in tuple(self._all) if other is not self)
+
+    def ask_for_room(self) -> bool:
+        """Let the models that run within the steps of others take their least; tell whether any of them took more."""
+        asked = [other for other in self._all if other is not self and other.is_inside and not other.takes_least]
+        for other in asked:
+            other.takes_least = True
+        return bool(asked)
 
 
 class Border:

@@ -35,7 +35,7 @@ class Layers(nn.Module):
         return self.last(self.layers(x))  # type: ignore[no-any-return]
 
 
-def compiled(models: Models, mem: str) -> Models:
+def compiled(models: Models, mem: str | int) -> Models:
     return {name: fxremat.compile(model, mem=mem, search=Search(seconds=0.0)) for name, model in models.items()}
 
 
@@ -121,6 +121,27 @@ def test_a_cycle_gan(mem: str) -> None:
         plan, measured = gan.models[name].plan, peak_of(gan.models, step)
         assert measured <= plan.budget, name  # type: ignore[union-attr, operator]
         assert name == "one" or plan.predicted_peak <= 1.06 * measured  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("share", [1.05, 1.5])
+def test_a_second_tower_leaves_the_first_one_room_within_a_budget_in_bytes(
+    share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own budget would let it keep so much that the first one's, which covers both, has no room for itself."""
+    first, second = torch.randn(ROWS, 64), torch.randn(ROWS, 64)
+
+    def towers(mem: str | int) -> tuple[Models, Callable[[], None]]:
+        torch.manual_seed(0)
+        models = compiled({"one": Layers(), "other": Layers()}, mem)
+        return models, lambda: (models["one"](first) - models["other"](second)).square().mean().backward()
+
+    models, step = towers("min")
+    least = steps(models, step)
+    budget = int(share * models["one"].plan.budget)  # type: ignore[union-attr]
+    models, step = towers(budget)
+    assert all(map(torch.equal, steps(models, step), least))
+    assert peak_of(models, step) <= models["one"].plan.predicted_peak <= budget  # type: ignore[union-attr]
+    assert [record.message for record in caplog.records if "runs with its least from now on" in record.message]
 
 
 class Narrow(nn.Module):
