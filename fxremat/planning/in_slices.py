@@ -25,10 +25,9 @@ from fxremat.planning.compressed import in_fewer_bytes, may_compress
 from fxremat.planning.facts import estimated_device, rate_of, with_loss
 from fxremat.planning.limits import Limit
 from fxremat.planning.step import Step
-from fxremat.planning.surveys import Survey, kept_alone, surveyed
+from fxremat.planning.surveys import Survey, estimated_least, kept_alone, surveyed
 from fxremat.plans import Plan
 from fxremat.search.candidate import Frontier, unbeaten
-from fxremat.search.survey import survey
 from fxremat.settings import MANY_SLICES, Slices
 from fxremat.slices.rewrite import SlicedJoint, bytes_beside_loss, largest_need
 from fxremat.slices.variants import least_of_all, variants
@@ -229,7 +228,7 @@ def what_slices_buy(one: Survey, error: BudgetTooSmall, options: Options) -> str
     if not found.regions:
         return ""
     costs = with_loss(found.joint, estimate(found.joint, estimated_device(graph, options)), options)
-    least = int(survey(found.joint, costs, effort=0.0).minimum * NOTED)
+    least = int(estimated_least(found.joint, costs, options) * NOTED)
     if least > WORTH_A_NOTE * error.minimum:
         return ""
     return (

@@ -210,6 +210,12 @@ def _searched(
     return highest, ladder
 
 
+def estimated_least(graph: Captured, costs: Costs, options: Options) -> int:
+    """Return the least peak in bytes that blocks give, with what the user wants never to be recomputed."""
+    once = run_once(graph, options.wishes)
+    return _surveyed(graph, dear(costs, once) if once else costs, {"solver": "auto", "effort": 0.0}, None, once).minimum
+
+
 def _bytes(limit: Limit, ladder: Ladder) -> int:
     return limit.of(lambda: ladder.given.keep_all.peak).bytes
 

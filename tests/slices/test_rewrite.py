@@ -14,9 +14,14 @@ from torch import nn
 import fxremat
 from benchmarks.capture import capture
 from benchmarks.meter import storage_peak
+from fxremat.cost.devices import Device
+from fxremat.cost.estimate import estimate
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.nodes import storage_bytes
+from fxremat.options import options_of
+from fxremat.planning.surveys import estimated_least
+from fxremat.search.executions import keep_all_peak
 from fxremat.settings import Search, Slices
 from fxremat.slices.body import Sliced
 from fxremat.slices.rewrite import SlicedJoint, Slicing, largest_need
@@ -223,6 +228,15 @@ def test_without_slices_the_error_tells_what_they_would_do_with_and_they_do() ->
     compiled = fxremat.compile(model, mem=told, slices=True, example_inputs=inputs, **QUICK)
     assert compiled.plan.slices
     assert compiled.plan.predicted_peak <= told
+
+
+def test_what_is_told_of_slices_keeps_what_is_never_to_run_again() -> None:
+    layers = (layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.GELU()))
+    joint = capture(nn.Sequential(*layers), torch.ones(64, 8))
+    costs = estimate(joint, Device.named("cpu"))
+    least = estimated_least(joint, costs, options_of(mem="60%"))
+    kept = estimated_least(joint, costs, options_of(mem="60%", never_again="*"))
+    assert least < kept == keep_all_peak(joint, costs)
 
 
 def test_the_least_budget_is_found_without_advice_on_slices(monkeypatch: pytest.MonkeyPatch) -> None:
