@@ -93,13 +93,12 @@ def test_a_budget_that_such_a_loss_leaves_no_room_in_is_refused_with_numbers() -
 
 
 def test_a_loss_within_the_prediction_is_no_reason_to_plan_again_where_nothing_is_recomputed() -> None:
-    """Plan once; twice where autograd holds gradients, beside which copies of them take more than two percent."""
     compiled, x = fxremat.compile(Encoder(), mem=2 * MiB, **FAST), torch.randn(ROWS, 64)
     for _ in range(3):
         outputs = compiled(x)
         best = outputs.argmax(1)  # stays
         F.cross_entropy(outputs, best).backward()
-    assert len(compiled.fxremat.plans) == 1 + holds_gradients()
+    assert len(compiled.fxremat.plans) == 1
 
 
 VIEWS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
@@ -448,12 +447,13 @@ def test_a_plan_that_recomputes_gets_the_bytes_that_a_smaller_loss_leaves(caplog
     def step() -> None:
         F.cross_entropy(compiled(x), targets).backward()
 
-    for _ in range(4):
+    for _ in range(6):
         step()
         compiled.zero_grad()
     first = compiled.fxremat.plans[0]
     assert compiled.plan.predicted_peak < 0.9 * first.predicted_peak
-    assert 0.98 * compiled.plan.predicted_peak <= peak_bytes(step) <= compiled.plan.predicted_peak
+    near = 0.7 if holds_gradients() else 0.98  # autograd may hold the gradient of the outputs, which is a quarter
+    assert near * compiled.plan.predicted_peak <= peak_bytes(step) <= compiled.plan.predicted_peak
     assert any("MiB where" in record.message and "set aside" in record.message for record in caplog.records)
 
 
