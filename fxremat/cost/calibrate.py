@@ -75,6 +75,12 @@ def calibration(
     return ranks.maximum(known[:1], "comparing times")[0]
 
 
+def known_calibration(joint: Captured) -> float | None:
+    """Return the factor that `calibration` has measured for a graph before; None if it has not."""
+    known = recall(device_of(joint), f"factor {of_ops(joint)}", 1)
+    return known[0] if known else None
+
+
 def seconds_of_steps(
     programs: Sequence[Program], costs: Sequence[Costs], inputs: Sequence[Any] = (), tier: str = ""
 ) -> list[float] | None:

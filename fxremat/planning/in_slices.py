@@ -16,6 +16,7 @@ from typing import TypedDict
 
 import torch
 
+from fxremat.cost.calibrate import known_calibration
 from fxremat.cost.estimate import estimate
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.graphs.captured import Captured
@@ -170,7 +171,7 @@ def fastest(found: Variants, options: Options) -> Plan:
         except BudgetTooSmall as error:
             errors.append(error)
             continue
-        plan = plan if one is found.captured else _of_all(plan, one, found)
+        plan = plan if one is found.captured else _of_all(plan, one, found, options)
         return replace(plan, more_ways=found.more and len(one.step.ranks.ranks) == 1)
     least = min(errors, key=lambda error: error.minimum)
     notes = [f"not in slices: {'; '.join(found.blocked)}"] if found.blocked else []
@@ -182,7 +183,7 @@ def fastest(found: Variants, options: Options) -> Plan:
     raise found.captured.limit.explained(least).explained(note="; ".join(notes))
 
 
-def _of_all(plan: Plan, one: Survey, found: Variants) -> Plan:
+def _of_all(plan: Plan, one: Survey, found: Variants, options: Options) -> Plan:
     """Return the plan with the frontiers of all variants (the step as captured, and each way to slice it) merged.
 
     Args:
@@ -190,15 +191,17 @@ def _of_all(plan: Plan, one: Survey, found: Variants) -> Plan:
         one: the variant that it was made from.
         found: all variants. Memory without recomputation is reported for the step as captured.
     """
-    # calibration (timing the real step) scaled the times of the chosen variant by this factor; do so for all variants
+    # calibration (timing the real step) scaled the times of the chosen variant by this factor; do so for all variants,
+    # except the step as captured where it was timed itself
     factor = plan.keep_all_time / max(1e-12, one.frontier.keep_all.time)
+    own = known_calibration(found.captured.step.graph) if options.measures else None
     scaled = [other.frontier.scaled(factor) for other in found.surveys]
     every = (*plan.alternatives.candidates, *(c for frontier in scaled for c in frontier.candidates))
     weights = plan.weights
     return replace(
         plan,
         alternatives=Frontier(
-            keep_all=found.captured.frontier.scaled(factor).keep_all, candidates=tuple(unbeaten(every))
+            keep_all=found.captured.frontier.scaled(own or factor).keep_all, candidates=tuple(unbeaten(every))
         ),
         slices=one.sliced.regions if one.sliced else (),
         slicing=one.sliced.slicing if one.sliced else None,

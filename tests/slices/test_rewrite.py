@@ -230,6 +230,15 @@ def test_without_slices_the_error_tells_what_they_would_do_with_and_they_do() ->
     assert compiled.plan.predicted_peak <= told
 
 
+def test_keeping_everything_takes_the_same_time_with_slices_and_without() -> None:
+    """It is that of the step as captured, where this was timed, and not that of the sliced one."""
+    model, inputs = EVERYDAY["dropout"].made()
+    whole = fxremat.plan(model, inputs, mem="100%", **QUICK)
+    sliced = fxremat.plan(model, inputs, mem="40%", slices=True, **QUICK)
+    assert sliced.slices
+    assert sliced.keep_all_time == whole.keep_all_time
+
+
 def test_what_is_told_of_slices_keeps_what_is_never_to_run_again() -> None:
     layers = (layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.GELU()))
     joint = capture(nn.Sequential(*layers), torch.ones(64, 8))
