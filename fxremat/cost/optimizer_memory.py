@@ -25,6 +25,7 @@ from fxremat.torch_private import fake_mode, real_tensors
 
 Rounding = Callable[[int], int]  # the bytes that the device's allocator counts for a tensor of so many bytes
 Optimizers = list[torch.optim.Optimizer]
+NUMBER = 8  # bytes of one number, such as a count of steps
 SAMPLE = 1 << 16  # number of elements of the parameter that is updated to measure updates of all parameters at once
 
 
@@ -104,7 +105,7 @@ def _share_at_once(kind: Any, settings: Mapping[str, Any], dtype: torch.dtype) -
         optimizer = kind([parameter], **{**settings, "foreach": True})
         parameter.grad = torch.zeros(SAMPLE, dtype=dtype)
         optimizer.step()
-        meter = _Meter(lambda size: size)
+        meter = _Meter(lambda size: size if size > NUMBER else 0)  # numbers do not grow with the parameters
         with meter:
             optimizer.step()
     return meter.peak / parameter.nbytes
