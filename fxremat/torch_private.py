@@ -610,7 +610,7 @@ class _Relay:
 
 
 class _Captured:
-    """What dynamo keeps for a model that it has captured, to be dropped with the model."""
+    """The graphs and guards that dynamo keeps for a captured model, to be dropped with the model."""
 
     def __init__(self, code: types.CodeType, relay: _Relay, capture: Callable[..., Any]) -> None:
         self.code, self.relay = code, relay  # the code is of the model's own function

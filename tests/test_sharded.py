@@ -785,7 +785,7 @@ def _refused(rank: int, world: int) -> list[str]:
 
 
 class Norm(nn.Module):
-    """Only holds a layer, which the model calls."""
+    """A holder of a layer that the model calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ What runs between calls is not planned; its memory is measured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -56,14 +56,19 @@ class Graph(Protocol):
 
 def is_smaller(at: SizedPrograms, node: Node) -> bool:
     """Tell whether the sizes of a call need less than the largest before, in its outputs or while its forward runs."""
-    less = sum(at.outputs.values()) < sum(node.outputs.values())
-    return less or (node.keep_all is not None and at.keep_all.forward < node.keep_all.forward)
+    return any(now < most for now, most in _needs(at, node))
 
 
 def _is_larger(at: SizedPrograms, node: Node) -> bool:
     """Tell whether the sizes of a call need more than the largest before, in its outputs or while its forward runs."""
-    more = sum(at.outputs.values()) > sum(node.outputs.values())
-    return more or (node.keep_all is not None and at.keep_all.forward > node.keep_all.forward)
+    return any(now > most for now, most in _needs(at, node))
+
+
+def _needs(at: SizedPrograms, node: Node) -> Iterator[tuple[int, int]]:
+    """Yield bytes at the sizes of a call and at the largest before: of its outputs, and while its forward runs."""
+    yield sum(at.outputs.values()), sum(node.outputs.values())
+    if node.keep_all is not None:
+        yield at.keep_all.forward, node.keep_all.forward
 
 
 FEWER = (

@@ -117,7 +117,7 @@ class _Gradients(NamedTuple):
 
 
 class _Look:
-    """Called at the beginning of a backward, finds the gradients that are made before it reaches a node.
+    """A look, at the beginning of a backward, at the gradients that are made before it reaches a node.
 
     Args:
         node: of the model's backward.

@@ -92,7 +92,7 @@ def test_the_real_peak_is_made_to_fit() -> None:
 
 
 def test_garbage_of_what_ran_before_is_not_subtracted_from_the_peak() -> None:
-    """A record knows the bytes of a tensor that is freed if another one has seen how it was allocated."""
+    """Free a tensor in a record that did not see it allocated: another one did, and so its bytes are known."""
     model, given = Words(), tokens()
     calls = itertools.count()
 

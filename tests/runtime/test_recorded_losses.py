@@ -401,7 +401,7 @@ def test_what_does_not_grow_with_the_outputs_is_not_scaled() -> None:
 
 @pytest.mark.parametrize("dynamic", [None, False], ids=["sizes that change", "fixed sizes"])
 def test_a_larger_batch_is_not_refused_for_gradients_of_a_layer_outside(dynamic: bool | None) -> None:
-    """From one measurement at a small batch it is known which bytes are gradients that do not grow."""
+    """Learn from one measurement at a small batch which bytes are gradients that do not grow."""
     step = with_outer_layer()
     most = peak_bytes(lambda: step(Encoder(), 256))
     compiled = fxremat.compile(Encoder(), mem=int(1.1 * most), dynamic=dynamic, **FAST)

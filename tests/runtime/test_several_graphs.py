@@ -622,7 +622,7 @@ def test_a_budget_holds_where_sizes_inside_of_a_graph_grow(mem: str | int) -> No
 
 
 def test_smaller_calls_do_not_replace_what_is_known_of_the_largest() -> None:
-    """The step that captured was the largest one, and was not measured exactly."""
+    """Begin with the largest step, which captures and so is not measured exactly."""
     ours, _ = twins(mem="min", dynamic=True)
     for count in (96, 32, 24, 48, 80, 64):
         ours.zero_grad()

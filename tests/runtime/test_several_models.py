@@ -127,7 +127,7 @@ def test_a_cycle_gan(mem: str) -> None:
 def test_a_second_tower_leaves_the_first_one_room_within_a_budget_in_bytes(
     share: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its own budget would let it keep so much that the first one's, which covers both, has no room for itself."""
+    """Give the second a budget with which it would keep so much that the first one has no room for itself."""
     first, second = torch.randn(ROWS, 64), torch.randn(ROWS, 64)
 
     def towers(mem: str | int) -> tuple[Models, Callable[[], None]]:

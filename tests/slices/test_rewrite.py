@@ -231,7 +231,7 @@ def test_without_slices_the_error_tells_what_they_would_do_with_and_they_do() ->
 
 
 def test_keeping_everything_takes_the_same_time_with_slices_and_without() -> None:
-    """It is that of the step as captured, where this was timed, and not that of the sliced one."""
+    """Compare with the step as captured where that was timed, and not with the sliced one."""
     model, inputs = EVERYDAY["dropout"].made()
     whole = fxremat.plan(model, inputs, mem="100%", **QUICK)
     sliced = fxremat.plan(model, inputs, mem="40%", slices=True, **QUICK)
