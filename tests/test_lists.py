@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,15 @@ def test_listed_tests_exist(name: str) -> None:
         file, *function = test.partition("[")[0].split("::")
         text = (ROOT / file).read_text()
         assert all(f"def {part}(" in text for part in function), test
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["quick", "kernels"])
+def test_listed_tests_are_collected(name: str) -> None:
+    """Find those, too, whose parameters have changed: pytest runs none of a list in which one is missing."""
+    collect = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "--collect-only", f"@tests/{name}.txt"]
+    done = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_quick_tests_and_those_that_compile_kernels_are_not_long() -> None:
