@@ -46,6 +46,7 @@ MOST_BLOCKS = 100  # the time to fill a table grows with the cube of it, and op 
 FINEST = 250  # number of blocks for programs of the least memory, for which small blocks matter most
 MOST_VALUES = 6  # maximum number of values that may cross a cut between blocks
 JOIN_SLOTS = 150  # memory levels in the table of a join (chains that meet only at the end)
+MEASURING_EFFORT = 0.3 * EFFORT  # of the search for an order in which a step is measured
 MEASURING_SLOTS = 100  # memory levels in the table that decides in which order ops are measured
 JOIN_STEP = 0.85  # ratio of each budget that a join is solved for to the one before
 FAR = 1 << 50  # number of bytes that exceeds any need
@@ -97,13 +98,19 @@ def kept(graph: StepGraph, costs: Costs) -> Frontier:
 def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int]:
     """Return an order of the ops, with recomputations if needed, in which the step fits into `budget` bytes.
 
-    That is the captured order if it fits, else the order of a program of nearly the least memory.
+    That is the captured order if it fits, else that of a program of nearly the least memory; the least is searched for
+    op by op where the blocks' own does not fit.
     """
     layout, judge = next(_layouts(graph, costs, FINEST)), _Judge(graph, costs)
-    everything = judge.keep_everything(layout).peak
-    if budget >= everything:
+    everything = judge.keep_everything(layout)
+    if budget >= everything.peak:
         return range(len(graph.ops))
-    return [step.op for step in _nearly_least(layout, judge, everything).program().executions]
+    found = _nearly_least(layout, judge, everything.peak)
+    if found.peak > budget:
+        least = _least(next(_layouts(graph, costs, FINEST, 1)), judge)
+        candidates = lowered(tuple(unbeaten([everything, found, least])), costs, effort=MEASURING_EFFORT)
+        found = next((each for each in candidates if each.peak <= budget), candidates[-1])
+    return [step.op for step in found.program().executions]
 
 
 def least_of(graph: StepGraph, costs: Costs) -> Candidate:
