@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -75,6 +75,10 @@ FEWER = (
     "%s runs in a step that another compiled model has begun, whose budget bounds all of it: its own, %s = %d bytes, "
     "is less than what the step takes beside it, so that it runs with its least, %d bytes"
 )
+NO_ROOM = (
+    "%s runs in a step that another compiled model has begun, whose budget bounds all of it and has no room for its "
+    "own of %s: it runs with its least %s"
+)
 
 
 def _largest_op(graph: Graph, program: CallProgram, phase: str) -> str:
@@ -92,28 +96,32 @@ class PathPlans:
     Attributes:
         root: the root of the tree of known paths: the beginning of a step.
         limit: the budget; None if it is a percentage, or "min", and no step has run yet.
+        within: True if the steps are parts of steps that another compiled model has begun.
 
     Args:
         model: the name of the model's class.
         broken_at: the source line where the first graph ends.
+        within: whether they are. The other one's budget bounds them, so that these are planned for their least memory
+            where they do not fit into their own.
     """
 
-    def __init__(self, options: Options, model: str, broken_at: str, device: torch.device) -> None:
-        self.root = Node(None)
+    def __init__(
+        self, options: Options, model: str, broken_at: str, device: torch.device, *, within: bool = False
+    ) -> None:
         self.limit: Limit | None = None
         self._options, self._model, self._broken_at, self._device = options, model, broken_at, device
         self._names: WeakKeyDictionary[Node, str] = WeakKeyDictionary()
         # names of functions that call graphs and run as plain Python, as an ordered set
         self._python: dict[str, None] = {}
         self._largest = 0  # bytes of the largest tensor that a known graph allocates
+        self.root = Node(None)
         self._last: tuple[Node, ...] = ()  # the sequence of calls of the last step
         # number of consecutive steps after which some bytes between graph calls were still not measured
         self._in_vain = 0
         self._plan: paths.Path | None = None  # the plan for the path of the last step
         self.planned = 0  # number of times that programs were chosen
-        # True if another compiled model has begun the last measured step: what it takes counts for its own budget
-        self.follows = False
-        self._told_of_others = False
+        self.within, self._told_of_others = within, False
+        self._outdated = WeakSet[Node]()  # calls measured before other compiled models had the plans that they have now
         self._stale = True
         self._set_limit()
 
@@ -192,13 +200,20 @@ class PathPlans:
         for node, found in numbers.items():
             for name, number in found.items():
                 known = getattr(node, name)
-                if number <= known and (node.measured or node in smaller):
+                is_known = node.measured and node not in self._outdated
+                if number <= known and (is_known or node in smaller):
                     continue
                 has_grown |= node.measured and number > known * (1 + MARGIN)
                 setattr(node, name, number)
                 self._stale = True
             node.measured |= exact
+            if exact and node not in smaller:
+                self._outdated.discard(node)
         return has_grown
+
+    def others_changed(self) -> None:
+        """Let the numbers of the next measured steps replace what is known, as other models take other memory now."""
+        self._outdated |= {*self.root.walk()}
 
     def took(self, nodes: tuple[Node, ...]) -> None:
         """Record the sequence of graph calls that a finished step made."""
@@ -226,8 +241,8 @@ class PathPlans:
             self._choose(self.mem)
             if self._plan is None:
                 least = self._least()
-                if self.is_share and (self.follows or not all(node.measured for node in self._last)):
-                    self._take_least(self.limit, least)
+                if self.within or (self.is_share and not all(node.measured for node in self._last)):
+                    self._plan_for_least(self.limit, least)
             if self._plan is None:
                 where, advice = self._floor(least)
                 enough = least + int(VARYING * least)
@@ -243,16 +258,22 @@ class PathPlans:
         self._plan = paths.planned(self._last, mem)
         self.planned += 1
 
-    def _take_least(self, limit: Limit, least: int) -> None:
-        """Plan for the least budget instead of one in percent.
+    def _plan_for_least(self, limit: Limit, least: int) -> None:
+        """Plan for the least budget instead of one that cannot be kept.
 
-        It cannot be kept as memory of other models is not planned here, or is a percentage of what was not measured.
+        Memory of other models is not planned here, or the budget is a percentage of what was not measured.
         """
         self.limit = replace(limit, known=least)
         self._choose(least)
-        if self.follows and not self._told_of_others:
+        if self.within and not self._told_of_others:
             self._told_of_others = True
             log.warning(FEWER, self._model, limit.words, limit.bytes, least)
+
+    def take_least(self) -> None:
+        """Plan for the least memory from the next call on, since the model that has begun the step needs the room."""
+        if not isinstance(self._options.budget, Least):
+            log.warning(NO_ROOM, self._model, self._options.mem, "in such steps from now on")
+            self.take(replace(self._options, mem="min"))
 
     def _least(self) -> int:
         return paths.least(self.root, self._options.host_limit)
@@ -262,6 +283,10 @@ class PathPlans:
         self._options = options
         self._set_limit()
         self.forget()
+
+    def begin_anew(self) -> None:
+        """Discard all that is known of paths, so that the next step is measured and planned as the first one was."""
+        self.root, self._last, self._plan, self._in_vain, self._stale = Node(None), (), None, 0, True
 
     def forget(self) -> None:
         """Discard the chosen programs, so that `renew` chooses anew."""
@@ -329,8 +354,9 @@ class PathPlans:
 
     @property
     def is_share(self) -> bool:
-        """True if the budget depends on what the known steps need: a percentage, or "min"."""
-        return isinstance(self._options.budget, Percent | Least)
+        """True if the budget depends on what the known steps need: a percentage, "min", or a part of another model's.
+        """
+        return self.within or isinstance(self._options.budget, Percent | Least)
 
     def refusal(self, nodes: Sequence[Node], node: Node, needed: int, gradients: Sequence[int]) -> BudgetTooSmall:
         """Return the error to raise when the graph call `node` of a step would need `needed` bytes.

@@ -14,6 +14,7 @@ import torch
 from fxremat.graphs.symbolic import Dims
 from fxremat.ops.random import GeneratorStates
 from fxremat.planning.graph_programs import SizedPrograms
+from fxremat.planning.paths import PathPlans
 from fxremat.runtime.called_graph import CalledGraph, saved_calls
 from fxremat.runtime.emitted import Emitted
 from fxremat.runtime.loss_meter import made_from
@@ -57,6 +58,7 @@ class Step:
     """One forward of the model and its backward, or several forwards before one backward."""
 
     runner: BackwardRunner
+    plans: PathPlans  # the known sequences of calls of such steps, and the plans for them
     node: Node  # the latest graph call, as a node in the tree of known sequences of calls
     meter: Meter
     measured: bool  # True if memory is measured at each moment, with the peaks in between

@@ -87,7 +87,9 @@ class Coordinator:
         device: torch.device,
         parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple,
     ) -> None:
-        self.plans = PathPlans(options, model, broken_at, device)
+        self._plans = PathPlans(options, model, broken_at, device)
+        # of the steps that are a part of another compiled model's: other memory is allocated in them between the calls
+        self._plans_within = PathPlans(options, model, broken_at, device, within=True)
         self.device, self._parameters = device, parameters
         self._gradients = options.loss_outside.gradients
         self._sums = GradientSums(device)
@@ -108,7 +110,12 @@ class Coordinator:
         """
         with contextlib.suppress(BudgetTooSmall):  # if nothing fits, the next step raises the error
             self.settle()
-        return self.plans.plan
+        return self._plans.plan or self._plans_within.plan
+
+    def take(self, options: Options) -> None:
+        """Plan for another budget from the next call on."""
+        self._plans.take(options)
+        self._plans_within.take(options)
 
     def settle(self) -> None:
         """Plan with what was measured in the last step, if its backward has ended.
@@ -121,15 +128,22 @@ class Coordinator:
             self._renew()
 
     def _renew(self) -> None:
-        before = self.plans.planned
-        self.plans.renew()
-        if self.plans.planned > before:
-            self._others.note_own()
+        for plans in (self._plans, self._plans_within):
+            before = plans.planned
+            try:
+                plans.renew()
+            except BudgetTooSmall:
+                if not self._others.ask_for_room():
+                    raise
+                plans.begin_anew()
+                self._unsettled, self._in_vain = SETTLED, 0
+            if plans.planned > before:
+                self._others.note_own()
 
     @property
     def has_graphs(self) -> bool:
         """True if a step has called a captured graph."""
-        return bool(self.plans.root.children)
+        return bool(self._plans.root.children or self._plans_within.root.children)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -161,6 +175,8 @@ class Coordinator:
         self._renew()
         if self._others.have_new_plans():
             self._unsettled, self._in_vain = SETTLED, 0
+            for plans in (self._plans, self._plans_within):
+                plans.others_changed()
         self.steps += 1
         ignored, self._ignores_next = self._ignores_next, False
         measured = self._unsettled > 0 and self._in_vain < MOST_IN_VAIN and not ignored
@@ -174,9 +190,11 @@ class Coordinator:
                 self._told_of_profiler = True
                 log.warning(PROFILED)
         added = {} if meter.level() is None else {id(p): p.nbytes for p in self._with_gradient}
-        if measured:
-            self.plans.follows = self._others.wait()
-        self._step = Step(self, self.plans.root, meter, measured, added)
+        is_within = self._others.wait()
+        plans = self._plans_within if is_within else self._plans
+        if is_within and self._others.takes_least:
+            plans.take_least()
+        self._step = Step(self, plans, plans.root, meter, measured, added)
         self._others.own_step_waits = partial(_waits, weakref.ref(self._step))
 
     def ignore_step(self) -> None:
@@ -235,7 +253,7 @@ class Coordinator:
         self._rest(step)
         if not all(call.node.measured for call in step.calls):
             step.expect_sums()
-            self.plans.check_backward(step.nodes, step.gradients_behind)
+            step.plans.check_backward(step.nodes, step.gradients_behind)
         losses = [(count, dtype) for count, dtype in trained if count == 1]
         # beside a loss, gradients are expected only for outputs that it was not computed from
         if losses and self._gradients == "loss":
@@ -250,7 +268,7 @@ class Coordinator:
         """
         for call in step.calls:
             if call.is_forgotten and not call.differentiated:
-                self.plans.rest(call.node)
+                step.plans.rest(call.node)
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which graphs are captured and measured; its allocations do not count for the step."""
@@ -261,7 +279,8 @@ class Coordinator:
 
         None: the captured order, as the budget is not known yet.
         """
-        if (mem := self.plans.mem) is None:
+        plans = self._step.plans if self._step is not None else self._plans
+        if (mem := plans.mem) is None:
             return None
         level = self._step.level(0) if self._step is not None else 0
         return partial(order_within_limit, CapturedGraph(graph=graph), Limit(known=max(1, mem - level)))
@@ -278,21 +297,21 @@ class Coordinator:
         if not graph.knows(dims):
             step.note("sizes")
         at = graph.at(dims)
-        node, is_new = self.plans.next(step.node, graph, at)
+        node, is_new = step.plans.next(step.node, graph, at)
         if not (node.measured or step.measured):
             self._unsettled = SETTLED  # later steps measure what the step that captured this call did not
         if is_new:
             self._unsettled = SETTLED
             names = {id(parameter): name for name, parameter in self._parameters()}
             name = graph.name_with(names.get(id(primal)) for primal in primals)
-            self.plans.name(node, name, functions_in_python())
+            step.plans.name(node, name, functions_in_python())
         if step.added and not step.calls:
             self._without_freed_gradients(step)
         step.note("forward", node)
         if not node.measured:
             node.assume(step.meter.level(), step.saved, step.calls[-1].node if step.calls else None)
         self._keep_values(step, node, [primals[place] for place in graph.overwritten])
-        number = self.plans.number(node, at, step.saved, step.hosted)
+        number = step.plans.number(node, at, step.saved, step.hosted)
         self._make_room(step, node.before, at.programs[number].forward, node)
         random = GeneratorStates(devices_of(primals)) if graph.random else None
         call = Call(step, graph, dims, at, node, number, graph.emitted(number), list(primals), step.forwards, random)
@@ -348,7 +367,7 @@ class Coordinator:
             BudgetTooSmall: they do not fit even then. Not raised for a budget in percent or "min", which grows with
                 what the steps need, when the next step begins.
         """
-        if (mem := self.plans.mem) is None:
+        if (mem := step.plans.mem) is None:
             return
         for call in step.calls:
             if step.level(known) + need <= mem:
@@ -358,9 +377,9 @@ class Coordinator:
         needed, is_known = step.level(known) + need, node.measured or step.meter.level() is not None
         if needed <= mem or not is_known:
             return
-        if not self.plans.is_share:
+        if not step.plans.is_share:
             self._rest(step)
-            raise self.plans.refusal(step.nodes, node, needed, step.gradients_behind)
+            raise step.plans.refusal(step.nodes, node, needed, step.gradients_behind)
         # measure the next steps again, since this step needed more memory than was known
         self._unsettled, self._in_vain = SETTLED, 0
 
@@ -387,18 +406,18 @@ class Coordinator:
         call.differentiated = True
         if node.idle:
             self._unsettled, self._in_vain = SETTLED, 0
-        self.plans.differentiate(node)
+        step.plans.differentiate(node)
         if step.measured:
             node.hold(call.look_at_outputs())
         if any(map(ne, map(layout_of, tangents), call.at.layouts)):
-            self.plans.stride(node)
+            step.plans.stride(node)
         if not call.is_as_saved:
             raise RuntimeError(MODIFIED)
         summed = {} if again else self._summed(call, unused)
         sums = self._sums.of(summed)
         added = frozenset(call.graph.gradients_apart[place] for place in sums)
         if step.measured:
-            self.plans.add(node, added)
+            step.plans.add(node, added)
         elif not node.added <= added:
             self._unsettled, self._in_vain = SETTLED, 0
         if call.can_let_go and not self._fits(call, added) and self._is_less_again(call, added):
@@ -439,7 +458,7 @@ class Coordinator:
         Args:
             added: the gradients that it adds to sums.
         """
-        if (mem := self.plans.mem) is None:
+        if (mem := call.step.plans.mem) is None:
             return True
         others = sum(other.own for other in call.step.calls if other is not call and other.can_let_go)
         return call.step.level(call.node.back) - others + call.node.backward(call.program, added) <= mem
@@ -454,7 +473,7 @@ class Coordinator:
 
         Return its graphs and saved tensors.
         """
-        step, node, at, mem = call.step, call.node, call.at, self.plans.mem
+        step, node, at, mem = call.step, call.node, call.at, call.step.plans.mem
         need, level = partial(_need_again, call, added), step.level(node.back)
         fitting = (p for p in at.run_again if mem is None or level + need(p) <= mem)
         program = next(fitting, None) or min(at.run_again, key=need)
@@ -479,16 +498,16 @@ class Coordinator:
         step.meter.end()
         if not (step.measured and step.over):
             self._in_vain += step.measured
-            self.plans.took(step.nodes)
+            step.plans.took(step.nodes)
             return
         step.measured = False
         for call in step.calls:
             if not call.differentiated:
-                self.plans.rest(call.node)
+                step.plans.rest(call.node)
         numbers, exact = _measured(step)
         smaller = {call.node for call in step.calls if is_smaller(call.at, call.node)}
-        grown = self.plans.learn(numbers, exact=exact, smaller=smaller)
-        self.plans.took(step.nodes)
+        grown = step.plans.learn(numbers, exact=exact, smaller=smaller)
+        step.plans.took(step.nodes)
         if exact:
             self._in_vain = 0
             self._unsettled = max(int(grown), self._unsettled - 1)
@@ -537,6 +556,8 @@ def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:
         elif following is not None and following.border.level is not None:
             peak = following.border.peak
             exact &= peak is not None
+            if following.kind == "end" and step.plans.within:
+                peak = 0  # the backward of another model, whose budget bounds it
             most = max(level, following.border.level, peak or 0)
             if moment.kind == "ran":
                 here["after"] = most - moment.saved

@@ -56,6 +56,7 @@ from fxremat.planning.facts import estimated_keep_all, facts_of
 from fxremat.planning.graph_programs import as_in_a_step, programs_of, tier_of
 from fxremat.planning.limits import limit_of
 from fxremat.planning.means import seen_before
+from fxremat.planning.paths import NO_ROOM
 from fxremat.planning.sizes import Dimension, PlansOfSizes, SizedStep
 from fxremat.planning.step import LargestCall, Reference, Step, TrainedParameters, named
 from fxremat.planning.surveys import order_within_limit
@@ -118,10 +119,6 @@ MOST_TRACES = 4
 # A step is planned again only if recomputation makes it slower than keeping everything by this factor, and the
 # loss needs less memory than was reserved for it, by more than GAIN - 1 of the budget.
 GAIN = 1.01
-FEWER = (
-    "%s runs in a step that another compiled model has begun, whose budget bounds all of it and has no room for its "
-    "own of %s: it runs with its least from now on"
-)
 MANY_SIZES = 3  # after this many combinations of input sizes a warning says what each new one costs
 
 
@@ -197,6 +194,7 @@ class Backend:
         self.until = Until.RUN
         self._layouts_vary = False  # True once a loss outside handed in gradients that lie otherwise than traced
         self._told_of_loss = False  # True once a warning told ranks that the loss takes more memory than planned
+        self._mem_with_room: int | str | None = None  # the budget, while the least is taken for want of room
         self._sized_steps = list[Sized]()  # the steps of symbolic sizes that were captured since `forget_steps`
         self._last_step: _FixedStep | Sized | None = None  # the captured step whose forward ran last
         self._of_other_loss = list[_FixedStep | Sized]()  # those to plan again, if `loss_is_other`
@@ -396,6 +394,12 @@ class Backend:
         """
         if self.coordinator is not None:  # calls have been planned together since that step began
             return
+        if loss.anew and self._mem_with_room is not None:
+            self.options, self._mem_with_room = replace(self.options, mem=self._mem_with_room), None
+            seen = replace(self.options.loss_seen or SeenLoss(), peaks=(), held=())
+            seen = seen.with_peak(loss.assumed, loss.peak or 0).with_held(loss.assumed, max(0, loss.held))
+            self._plan_for_other_loss(ran, seen)
+            return
         known = self.options.loss_seen
         expected = None if known is None else known.peak_at(loss.assumed)
         planned = self.options.loss_outside.size or (loss.assumed if expected is None else expected)
@@ -406,7 +410,7 @@ class Backend:
         exceeds = predicted > max(plan.budget, plan.predicted_peak)
         free = self.options.plan is None  # else the plan is a saved one, which only a budget that is exceeded replaces
         more = exceeds or (free and predicted > GAIN * plan.predicted_peak)
-        less = free and loss.exact and expected is None and self.options.loss_outside.size is None
+        less = free and loss.exact and (expected is None or loss.anew) and self.options.loss_outside.size is None
         less = less and _would_gain(plan, planned - peak)
         if not (more or less):
             return
@@ -418,6 +422,8 @@ class Backend:
             told = f"{format_bytes(stays)} of the loss outside the model {what}stay while the model's backward runs"
             better = ""  # a larger loss between forward and backward would make no room there
         seen = known or SeenLoss()
+        if loss.anew:
+            seen = replace(seen, peaks=(), held=())
         if loss.assumed:
             if loss.peak is not None:
                 seen = seen.with_peak(loss.assumed, peak)
@@ -502,12 +508,29 @@ class Backend:
         others, options = self._others, self.options
         if not others.exist:
             return
-        others.is_inside = others.wait()
+        is_inside = others.wait()
         changeable = options.plan is None and options.division is None and not options.chooses
-        if not (others.is_inside and others.takes_least and changeable) or isinstance(options.budget, Least):
+        if not (is_inside and others.takes_least and changeable) or isinstance(options.budget, Least):
             return
-        log.warning(FEWER, self.model, options.mem)
+        log.warning(NO_ROOM, self.model, options.mem, "from now on")
         self.options, self.outdated = replace(options, mem="min"), True
+
+    def make_room(self) -> bool:
+        """Let models that are called within this one's steps take their least, since nothing fits beside them.
+
+        Until what they take is measured again, this one takes its least, too.
+
+        Returns:
+            whether any of them took more, so that the call is to be tried again.
+        """
+        if self.options.loss_seen is None or not self._others.ask_for_room():
+            return False
+        self._mem_with_room = self.options.mem
+        self.options = replace(self.options, mem="min")
+        for sized in self._sized_steps:
+            sized.plan_anew(self.options)
+        self.outdated = not self._sized_steps
+        return True
 
     def _replans(self, step: _FixedStep) -> bool:
         """Plan a captured step of fixed sizes again; tell whether its program has stayed, so that its new plan is used.
@@ -556,7 +579,7 @@ class Backend:
             log.info("device_mem leaves %s for this step, planned for %s: it is planned anew", now, before)
             self.outdated = True
         if self.coordinator is not None:
-            self.coordinator.plans.take(self.options)
+            self.coordinator.take(self.options)
 
     @property
     def settings(self) -> Settings:
@@ -571,7 +594,7 @@ class Backend:
         self.options, self._divided_for, self.weights = before.options, before.divided_for, before.weights
         if self.coordinator is not None and changed:
             self.options = self.options.without_choice()
-            self.coordinator.plans.take(self.options)
+            self.coordinator.take(self.options)
         if tuple(self.plans) != before.plans:
             self.plans.clear()
             self.plans.extend(before.plans)

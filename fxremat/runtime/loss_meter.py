@@ -15,7 +15,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,7 @@ class MeasuredLoss:
     early: int  # of gradients of parameters that are there by then, and were not when the forward began, beside `held`
     fixed: int  # of gradients of parameters that only the loss has, within `peak` and `held`
     exact: bool  # False if an earlier, higher peak of the process hides the peak of the loss
+    anew: bool = False  # what was measured before counts no more, since models that the loss consists of have new plans
 
 
 class _Outputs(NamedTuple):
@@ -166,11 +167,13 @@ class LossMeter:
         self.calls = 0
         self._stop: Callable[[], None] | None = None
         self._data: list[int] | None = None  # the places of inputs that are no parameters
-        self._largest = 0  # the most numbers that these had in a call that was measured
+        self._largest = 0  # the most numbers that these had in a call that was measured, since others have their plans
+        self._anew = False  # True if others have new plans, and nothing was measured since
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        larger = self._has_larger(inputs)
-        changed = self._others.have_new_plans() or larger
+        if changed := self._others.have_new_plans():
+            self._anew, self._largest = True, 0
+        changed |= self._has_larger(inputs)
         measured = changed or (self.calls + 1) & self.calls == 0
         leaves = [x for x in inputs if _is_without_gradient(x)] if measured and not self.stepping else []
         self._unwatch()
@@ -187,7 +190,7 @@ class LossMeter:
         return outputs
 
     def _has_larger(self, inputs: Sequence[Any]) -> bool:
-        """Tell whether inputs are larger than those of all calls before, by more than `GROWTH`; true of a first call.
+        """Tell whether inputs are larger than those of all calls since others have their plans, by more than `GROWTH`.
         """
         if self._data is None:
             self._data = [place for place, x in enumerate(inputs) if isinstance(x, Tensor) and not _is_parameter(x)]
@@ -211,7 +214,7 @@ class LossMeter:
         if (before := levels_of(device)) is None:
             self._watch(node, known, leaves, meter)
             return meter is not None
-        look, judge = self._look(node, leaves), self._judge()
+        look, judge = self._look(node, leaves), self._taking()
 
         def tell(gradients: Sequence[Tensor | None]) -> None:
             handle.remove()
@@ -226,6 +229,16 @@ class LossMeter:
 
         handle, self._stop = node.register_prehook(tell), watching_backward(look, lambda: None)
         return False
+
+    def _taking(self) -> Callable[[MeasuredLoss], None]:
+        """Return a function that takes the loss of the call that has just run."""
+        judge = self._judge()
+
+        def take(loss: MeasuredLoss) -> None:
+            anew, self._anew = self._anew and loss.peak is not None, self._anew and loss.peak is None
+            judge(replace(loss, anew=anew))
+
+        return take
 
     def _look(self, node: Any, leaves: Sequence[Tensor]) -> _Look:
         """Return a look at the gradients that the backward of the call that has just run makes; see `_Gradients`."""
@@ -251,7 +264,7 @@ class LossMeter:
             meter: has recorded the forward.
         """
         looks, look = bool(outputs.tensors) and self.calls == 1, self._look(node, leaves)
-        judge = self._judge()
+        judge = self._taking()
         assumed, gradients, known = outputs.assumed, outputs.gradients, {storage_of(t) for t in outputs.tensors}
         numbers = numbers_of_loss(outputs.tensors[0].device) if outputs.tensors else 0
         leaves_forward = meter.border() if meter is not None else None

@@ -811,7 +811,8 @@ def _forward_by_means(module: Any, training: _Training, args: tuple[Any, ...], k
     try:
         return _forward_once(module, training, args, kwargs)
     except BudgetTooSmall as error:
-        if not training.backend.host_weights(error, training.model, (args, kwargs)):
+        backend = training.backend
+        if not (backend.make_room() or backend.host_weights(error, training.model, (args, kwargs))):
             raise
         small = error
     try:

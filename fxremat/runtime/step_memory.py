@@ -52,7 +52,7 @@ class OtherModels:
         self._known = self._made
         self._all.add(self)
         self.own_step_waits: Callable[[], bool] = lambda: False  # tells whether the backward of a step may still come
-        self.is_inside = False  # True if the last call was within another one's step
+        self._was_inside = False  # True once a call was within another one's step
         self.takes_least = False  # True once a model whose step this one is within had no room for more
 
     @property
@@ -73,11 +73,13 @@ class OtherModels:
     def wait(self) -> bool:
         """Tell whether the step of another one waits for its backward, so that what begins now is a part of that step.
         """
-        return any(other.own_step_waits() for other in tuple(self._all) if other is not self)
+        is_inside = any(other.own_step_waits() for other in tuple(self._all) if other is not self)
+        self._was_inside |= is_inside
+        return is_inside
 
     def ask_for_room(self) -> bool:
         """Let the models that run within the steps of others take their least; tell whether any of them took more."""
-        asked = [other for other in self._all if other is not self and other.is_inside and not other.takes_least]
+        asked = [other for other in self._all if other is not self and other._was_inside and not other.takes_least]
         for other in asked:
             other.takes_least = True
         return bool(asked)
@@ -228,7 +230,7 @@ class Recorded(Meter):
 
     def level(self) -> int | None:
         """Return the bytes that are allocated now; None within the backward, and where something was not recorded."""
-        if self._in_backward or self._marks:
+        if self._reader is None or self._in_backward or self._marks:
             return None
         self._read()
         return None if self._is_lost else self._level

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -170,3 +171,48 @@ def test_a_small_model_beside_a_large_one_takes_its_least(caplog: pytest.LogCapt
         steps(models, step)
     assert "Narrow runs in a step that another compiled model has begun" in caplog.text
     assert peak_of(models, step) <= models["images"].plan.budget  # type: ignore[union-attr, operator]
+
+
+SIZES = (256, 192, 256, 128, 224, 160, 256, 96)
+
+
+class Gan:
+    """A generator, and a discriminator that is called twice in its own step and once in the generator's; sizes change.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self.models = models
+        self.real, self.fake, self.noise = (torch.randn(ROWS, 64) for _ in range(3))
+
+    def train_discriminator(self, rows: int) -> None:
+        judge = self.models["judge"]
+        (F.softplus(-judge(self.real[:rows])).mean() + F.softplus(judge(self.fake[:rows])).mean()).backward()
+
+    def train_generator(self, rows: int) -> None:
+        F.softplus(-self.models["judge"](self.models["generator"](self.noise[:rows]))).mean().backward()
+
+    def peaks(self) -> dict[str, int]:
+        """Train on batches of all sizes twice; return the largest peak of each model's steps on them once more."""
+        trains = {"judge": self.train_discriminator, "generator": self.train_generator}
+        for rows in (*SIZES, *SIZES):
+            for train in trains.values():
+                steps(self.models, partial(train, rows), count=1)
+        return {
+            name: max(peak_of(self.models, partial(train, rows)) for rows in SIZES) for name, train in trains.items()
+        }
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_gan_of_changing_sizes_within_budgets_in_bytes(breaks: bool) -> None:
+    """Keep what the discriminator learns in the generator's step apart from what it learns in its own."""
+
+    def gan(mem: dict[str, str | int]) -> Gan:
+        torch.manual_seed(0)
+        models: Models = {"generator": Layers(breaks), "judge": Layers(breaks, last=1)}
+        made = {name: compiled({name: model}, mem[name])[name] for name, model in models.items()}
+        return Gan(made)
+
+    least = gan({"generator": "min", "judge": "min"}).peaks()
+    budgets: dict[str, str | int] = {name: int(1.03 * peak) for name, peak in least.items()}
+    peaks = gan(budgets).peaks()
+    assert {name for name, peak in peaks.items() if peak > int(budgets[name])} == set()
