@@ -43,6 +43,7 @@ class Limit:
     reserving: bool = False  # the budget limits what the device's allocator reserves, not what is allocated
     spare: int = 0  # bytes beyond the budget that a step may take, with a warning, if nothing fits otherwise
     words: str = ""  # the budget in words, for the log
+    is_relative: bool = False  # it depends on what the step takes: a percentage, perhaps of an estimate, or the least
 
     def of(self, keep_all: Callable[[], int]) -> Limit:
         """Return the limit with its bytes known; `keep_all` returns the peak in bytes without recomputation."""
@@ -87,7 +88,7 @@ def limit_of(step: Step, options: Options, *, replayed: bool = True) -> Limit:
             return Limit(known=count, words=words, reserving=options.counts_reserved)
         case Least():
             # nothing fits in one byte, and the error then names the least budget
-            return Limit(known=1, words=words, reserving=options.counts_reserved)
+            return Limit(known=1, is_relative=True, words=words, reserving=options.counts_reserved)
         case Auto() if options.device is not None:
             memory = left_on_device(step.graph, options)
             return Limit(known=max(1, memory.auto), device=memory, words=f"what {memory.device} has left")
@@ -100,7 +101,7 @@ def limit_of(step: Step, options: Options, *, replayed: bool = True) -> Limit:
             if step.reference:
                 return _share_of(step.reference, share)
             if step.as_eager is None:
-                return Limit(share=share, words=words)
+                return Limit(share=share, is_relative=True, words=words)
             costs = with_loss(step.as_eager, measure(step.as_eager, step.inputs, ranks=step.ranks), options)
             everything = keep_all_peak(step.as_eager, costs)
             return Limit(known=max(1, int(everything * share / 100)), share=share, keep_all=everything, words=words)
@@ -143,7 +144,7 @@ def _words(options: Options) -> str:
 def _share_of(reference: Reference, share: float) -> Limit:
     """Return the limit of `share` percent of the peak at the reference sizes; errors will state it in bytes."""
     allowed = max(1, int(reference.bytes * share / 100))
-    return Limit(known=allowed, words=f"{share:g}% of what {reference.of} takes")
+    return Limit(known=allowed, is_relative=True, words=f"{share:g}% of what {reference.of} takes")
 
 
 def _free_on_all(step: Step) -> int:

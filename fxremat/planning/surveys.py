@@ -30,7 +30,7 @@ from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.executions import keep_all_peak
 from fxremat.search.refine import Ladder, lowered
 from fxremat.search.replan import judged_again
-from fxremat.search.survey import kept, order_within, survey
+from fxremat.search.survey import kept, order_of_least, order_within, survey
 from fxremat.slices.rewrite import SlicedJoint
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import retained_peak
@@ -151,10 +151,20 @@ def keep_all_of(step: Step, costs: Costs, frontier: Frontier, *, retained: int =
 
 
 def order_within_limit(step: Step, limit: Limit) -> Sequence[int]:
-    """Return an execution order of the ops, by estimated costs, that fits into the budget, for measuring them."""
+    """Return an execution order of the ops, by estimated costs, that fits into the budget, for measuring them.
+
+    Where none does, or the budget depends on what the step takes, it is one of nearly the least memory, estimates of
+    workspaces left out, which may be far too high.
+    """
     graph = step.graph
     costs = estimate(graph, Device.named(device_of(graph).type))
-    return order_within(graph, costs, limit.of(partial(keep_all_peak, graph, costs)).bytes)
+    everything = keep_all_peak(graph, costs)
+    budget = limit.of(lambda: everything).bytes
+    if budget >= everything:
+        return range(len(graph.ops))
+    order = None if limit.is_relative else order_within(graph, costs, budget)
+    workspace = [min(0, size) for size in costs.sizes.workspace]
+    return order or order_of_least(graph, replace(costs, sizes=replace(costs.sizes, workspace=workspace)))
 
 
 def _frontier(step: Step, costs: Costs, options: Options, limit: Limit) -> tuple[Frontier, Frontier]:

@@ -95,22 +95,28 @@ def kept(graph: StepGraph, costs: Costs) -> Frontier:
     return Frontier(keep_all=everything, candidates=(everything,))
 
 
-def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int]:
-    """Return an order of the ops, with recomputations if needed, in which the step fits into `budget` bytes.
+def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int] | None:
+    """Return an order of the ops, with recomputations, in which the step fits into `budget` bytes; None if none does.
 
-    That is the captured order if it fits, else that of a program of nearly the least memory; the least is searched for
-    op by op where the blocks' own does not fit.
+    That is the order of a program of nearly the least memory by blocks, or, where that does not fit, op by op.
     """
     layout, judge = next(_layouts(graph, costs, FINEST)), _Judge(graph, costs)
-    everything = judge.keep_everything(layout)
-    if budget >= everything.peak:
-        return range(len(graph.ops))
-    found = _nearly_least(layout, judge, everything.peak)
-    if found.peak > budget:
-        least = _least(next(_layouts(graph, costs, FINEST, 1)), judge)
-        candidates = lowered(tuple(unbeaten([everything, found, least])), costs, effort=MEASURING_EFFORT)
-        found = next((each for each in candidates if each.peak <= budget), candidates[-1])
-    return [step.op for step in found.program().executions]
+    coarse = _nearly_least(layout, judge, judge.keep_everything(layout).peak)
+    candidates = [coarse] if coarse.peak <= budget else _lowest(graph, costs, coarse, judge)
+    return next((each.order().ops for each in candidates if each.peak <= budget), None)
+
+
+def order_of_least(graph: StepGraph, costs: Costs) -> Sequence[int]:
+    """Return an order of the ops, with recomputations, in which the step takes nearly the least memory."""
+    layout, judge = next(_layouts(graph, costs, FINEST)), _Judge(graph, costs)
+    coarse = _nearly_least(layout, judge, judge.keep_everything(layout).peak)
+    return _lowest(graph, costs, coarse, judge)[-1].order().ops
+
+
+def _lowest(graph: StepGraph, costs: Costs, coarse: Candidate, judge: _Judge) -> tuple[Candidate, ...]:
+    """Return candidates of little memory, made from one for large blocks, and one for small ones; the least is last."""
+    fine = _least(next(_layouts(graph, costs, FINEST, 1)), judge)
+    return lowered(tuple(unbeaten([coarse, fine])), costs, effort=MEASURING_EFFORT)
 
 
 def least_of(graph: StepGraph, costs: Costs) -> Candidate:
