@@ -13,7 +13,7 @@ from typing import Self
 from fxremat.search.call_programs import CallProgram
 from fxremat.search.paths import Node, Path
 from fxremat.step.step_graph import StepGraph
-from fxremat.units import format_bytes, format_seconds
+from fxremat.units import format_bytes, format_count, format_seconds
 
 _NAME, _COUNT = 30, 11  # columns of a name, and of a number of calls
 _MOST = 24  # lines of calls that are printed
@@ -176,18 +176,21 @@ class PlannedGraphs:
     def headline(self) -> str:
         """A one-line summary of the plan, for logs."""
         return (
-            f"{self.graphs} {'graph' if self.graphs == 1 else 'graphs'}, {len(self.calls)} calls a step: peak "
-            f"{format_bytes(self.predicted_peak)} of {format_bytes(self.budget)} allowed, time "
+            f"{self._counted}: peak {format_bytes(self.predicted_peak)} of {format_bytes(self.budget)} allowed, time "
             f"{format_seconds(self.predicted_time)}, {self.predicted_time / self.keep_all_time:.2f}x of keeping "
             f"everything; the least budget is {format_bytes(self.minimum)}"
         )
+
+    @property
+    def _counted(self) -> str:
+        return f"{format_count(self.graphs, 'graph')}, {format_count(len(self.calls), 'call')} a step"
 
     def describe(self) -> str:
         """Return the plan as text of at most 100 columns."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield f"fxremat plan of {self.model}, {self.graphs} graphs, {len(self.calls)} calls a step"
+        yield f"fxremat plan of {self.model}, {self._counted}"
         for name, figure in self.facts:
             yield from textwrap.wrap(
                 figure, _WIDTH, initial_indent=f"{name:{_INDENT}}", subsequent_indent=" " * _INDENT
@@ -218,16 +221,17 @@ class PlannedGraphs:
         yield "budget", format_bytes(self.budget)
         yield "predicted peak", f"{format_bytes(self.predicted_peak)}, {spared} less than keeping everything"
         yield "predicted time", f"{format_seconds(self.predicted_time)} in graphs, {slower:.3f}x of keeping everything"
-        yield "least budget", format_bytes(self.minimum)
+        of_all = ", for all known paths" if len(self.paths) > 1 else ""
+        yield "least budget", f"{format_bytes(self.minimum)}{of_all}"
         yield "between graphs", f"{before} at most when a call begins: inputs, outputs, and ops that stay Python"
         if self.hosted:
             copying = sum(1 for call in self.calls if call.program.hosted)
-            calls = f"{copying} {'call' if copying == 1 else 'calls'}"
+            calls = format_count(copying, "call")
             yield "offloads", f"{format_bytes(self.hosted)} of what {calls} saved wait on the host"
         for function in self.python[:_FUNCTIONS]:
             yield "stays Python", f"{function}: only what it calls is planned"
         if len(self.paths) > 1:
-            shown = [f"{path.calls} calls in {path.share:.0%}" for path in self.paths[:_PATHS]]
+            shown = [f"{format_count(path.calls, 'call')} in {path.share:.0%}" for path in self.paths[:_PATHS]]
             more = ["..."] if len(self.paths) > _PATHS else []
             yield "paths", f"{len(self.paths)} are known: {', '.join([*shown, *more])}"
 

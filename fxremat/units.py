@@ -99,6 +99,11 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
+def format_count(count: int, thing: str) -> str:
+    """Format a number of things: "1 graph", "3 graphs"."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def format_seconds(seconds: float) -> str:
     """Format seconds with three digits and a suitable unit: "1.03 s", "58.2 ms", "9.11 us".
 

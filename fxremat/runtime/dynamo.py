@@ -415,8 +415,10 @@ class Backend:
         if not (more or less):
             return
         took, aside = peak + loss.early, planned + (known.early if known else 0)
-        told, better = f"the loss outside the model allocated {format_bytes(took)}", enough(took)
-        told += f" where {format_bytes(aside)} had been set aside"
+        sizes, better = [format_bytes(took), format_bytes(aside)], enough(took)
+        if sizes[0] == sizes[1]:
+            sizes = [f"{took:,} bytes", f"{aside:,} bytes"]
+        told = f"the loss outside the model allocated {sizes[0]} where {sizes[1]} had been set aside"
         if loss.peak is None or (more and took <= aside):  # what exceeds is not its peak
             what = "and of gradients that it has made of parameters " if loss.early else ""
             told = f"{format_bytes(stays)} of the loss outside the model {what}stay while the model's backward runs"

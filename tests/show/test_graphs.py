@@ -161,3 +161,10 @@ def test_a_plan_of_several_graphs_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(FxrematError, match=r"plan\.json is not written: a plan of several graphs, or of several calls"):
         planned(False).save(tmp_path / "plan.json")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_single_call_is_one_and_the_least_budget_is_of_all_paths() -> None:
+    plan = planned(early=True)
+    assert replace(plan, calls=plan.calls[:1]).describe().splitlines()[0].endswith("1 graph, 1 call a step")
+    assert "for all known paths" in plan.describe()
+    assert "for all known paths" not in planned(early=False).describe()
