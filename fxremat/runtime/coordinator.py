@@ -87,9 +87,9 @@ class Coordinator:
         device: torch.device,
         parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple,
     ) -> None:
-        self._plans = PathPlans(options, model, broken_at, device)
+        self.plans = PathPlans(options, model, broken_at, device)
         # of the steps that are a part of another compiled model's: other memory is allocated in them between the calls
-        self._plans_within = PathPlans(options, model, broken_at, device, within=True)
+        self.plans_within = PathPlans(options, model, broken_at, device, within=True)
         self.device, self._parameters = device, parameters
         self._gradients = options.loss_outside.gradients
         self._sums = GradientSums(device)
@@ -110,12 +110,12 @@ class Coordinator:
         """
         with contextlib.suppress(BudgetTooSmall):  # if nothing fits, the next step raises the error
             self.settle()
-        return self._plans.plan or self._plans_within.plan
+        return self.plans.plan or self.plans_within.plan
 
     def take(self, options: Options) -> None:
         """Plan for another budget from the next call on."""
-        self._plans.take(options)
-        self._plans_within.take(options)
+        self.plans.take(options)
+        self.plans_within.take(options)
 
     def settle(self) -> None:
         """Plan with what was measured in the last step, if its backward has ended.
@@ -128,7 +128,7 @@ class Coordinator:
             self._renew()
 
     def _renew(self) -> None:
-        for plans in (self._plans, self._plans_within):
+        for plans in (self.plans, self.plans_within):
             before = plans.planned
             try:
                 plans.renew()
@@ -143,7 +143,7 @@ class Coordinator:
     @property
     def has_graphs(self) -> bool:
         """True if a step has called a captured graph."""
-        return bool(self._plans.root.children or self._plans_within.root.children)
+        return bool(self.plans.root.children or self.plans_within.root.children)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -175,7 +175,7 @@ class Coordinator:
         self._renew()
         if self._others.have_new_plans():
             self._unsettled, self._in_vain = SETTLED, 0
-            for plans in (self._plans, self._plans_within):
+            for plans in (self.plans, self.plans_within):
                 plans.others_changed()
         self.steps += 1
         ignored, self._ignores_next = self._ignores_next, False
@@ -191,7 +191,7 @@ class Coordinator:
                 log.warning(PROFILED)
         added = {} if meter.level() is None else {id(p): p.nbytes for p in self._with_gradient}
         is_within = self._others.wait()
-        plans = self._plans_within if is_within else self._plans
+        plans = self.plans_within if is_within else self.plans
         if is_within and self._others.takes_least:
             plans.take_least()
         self._step = Step(self, plans, plans.root, meter, measured, added)
@@ -279,7 +279,7 @@ class Coordinator:
 
         None: the captured order, as the budget is not known yet.
         """
-        plans = self._step.plans if self._step is not None else self._plans
+        plans = self._step.plans if self._step is not None else self.plans
         if (mem := plans.mem) is None:
             return None
         level = self._step.level(0) if self._step is not None else 0

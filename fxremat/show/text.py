@@ -229,7 +229,7 @@ def facts(plan: PlannedStep, tree: ModuleNode, *, exact: bool = True) -> Iterato
     yield "least budget", _least(plan, exact)
     if plan.costs.sizes.outside:
         aside = format_bytes(plan.costs.sizes.outside)
-        yield "loss outside", f"{aside} are set aside for it and its gradients; loss= says better"
+        yield "loss outside", f"{aside} for it and its gradients, as measured or assumed; loss= says better"
     if tree.total.recomputed:
         again = f"{_counted(plan.op_by_op.program.recomputed, 'op')} run again, {format_bytes(tree.total.recomputed)}"
         yield "recomputes", f"{again} in {format_seconds(tree.total.extra)}: {most_in(tree, 'recomputed')}"
