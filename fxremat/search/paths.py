@@ -17,7 +17,7 @@ seconds of a node and of all calls after it are
 
 where share(c) is the fraction of steps that continue with c. `plan` solves this from the leaves to the root,
 with S rounded up to one of `LEVELS` levels: no plan exceeds the budget, and none is worse than the best by more
-than the rounding. O(nodes * programs * LEVELS), some 20 to 60 ms for 26 nodes. A node's program does not depend
+than the rounding. O(nodes * programs * LEVELS), some milliseconds for 26 nodes. A node's program does not depend
 on what follows, since which path a step takes is not known yet.
 """
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,7 +200,30 @@ def _level(saved: int, mem: int) -> int:
     return -(-max(0, saved) * LEVELS // max(1, mem))
 
 
-def plan(root: Node, mem: int, price: float = 0.0) -> float:
+class _Choice(NamedTuple):
+    """A program that a call may run, as numbers."""
+
+    number: int  # its index among the node's programs
+    time: float
+    saved: int
+    highest: int
+    hosted: int
+
+
+Choices = dict[Node, list[_Choice]]
+
+
+def _choices(node: Node, known: Choices) -> list[_Choice]:
+    """Return the choices of a node in numbers, and store them in `known`, for other budgets."""
+    if node not in known:
+        places = {id(program): place for place, program in enumerate(node.programs)}
+        known[node] = [
+            _Choice(places[id(p)], p.time, node.saved(p), node.highest(p), p.hosted) for p in node.choices
+        ]
+    return known[node]
+
+
+def plan(root: Node, mem: int, price: float = 0.0, known: Choices | None = None) -> float:
     """Choose a program for each graph call and each level of bytes saved before it; return expected seconds of a step.
 
     The choice is stored in `policy` of each node. If the result is `NEVER` or more, no programs fit into `mem`
@@ -209,31 +232,37 @@ def plan(root: Node, mem: int, price: float = 0.0) -> float:
 
     Args:
         price: seconds to add for each byte that a program copies to the host.
+        known: choices of the same nodes in numbers, from plans for other budgets.
     """
+    known = {} if known is None else known
     if price:
-        return _searched(root, mem, price)
+        return _searched(root, mem, price, known)
     if (seconds := _chosen(root, mem, lambda programs: programs[0])) < NEVER:
         return seconds
-    if (seconds := _searched(root, mem, 0.0)) < NEVER:
+    if (seconds := _searched(root, mem, 0.0, known)) < NEVER:
         return seconds
     return min(seconds, _chosen(root, mem, least_of))
 
 
-def plan_within(root: Node, mem: int, host_mem: int | None) -> float:
+def plan_within(root: Node, mem: int, host_mem: int | None, known: Choices | None = None) -> float:
     """Choose programs as `plan` does, with at most `host_mem` bytes on the host on each known path; None: no limit.
 
     Bytes on the host get a price, which is bisected (Lagrangian relaxation). O(`PRICES`) plans.
+
+    Args:
+        known: choices of the same nodes in numbers, from plans for other budgets.
     """
-    seconds = plan(root, mem)
+    known = {} if known is None else known
+    seconds = plan(root, mem, known=known)
     if host_mem is None or most_hosted(root, mem) <= host_mem:
         return seconds
     low, high = CHEAPEST, DEAREST
     for _ in range(PRICES):
         middle = (low * high) ** 0.5
-        plan(root, mem, middle)
+        plan(root, mem, middle, known)
         low, high = (low, middle) if most_hosted(root, mem) <= host_mem else (middle, high)
-    seconds = plan(root, mem, high)
-    return seconds if most_hosted(root, mem) <= host_mem else plan(root, mem, np.inf)
+    seconds = plan(root, mem, high, known)
+    return seconds if most_hosted(root, mem) <= host_mem else plan(root, mem, np.inf, known)
 
 
 def _chosen(root: Node, mem: int, of: Callable[[Programs], CallProgram]) -> float:
@@ -255,7 +284,7 @@ def _chosen(root: Node, mem: int, of: Callable[[Programs], CallProgram]) -> floa
     return expected[id(root)]
 
 
-def _searched(root: Node, mem: int, price: float) -> float:
+def _searched(root: Node, mem: int, price: float, known: Choices) -> float:
     """Choose programs by the dynamic program that this module describes; return the expected seconds of a step."""
     expected: dict[int, NDArray[np.float64]] = {}
     for node in reversed(list(root.walk())):
@@ -265,30 +294,33 @@ def _searched(root: Node, mem: int, price: float) -> float:
             seconds = expected.pop(id(child))
             below += child.count / total * np.where(seconds < NEVER, seconds, NEVER * total)
         if node.graph is not None:
-            below = _choose(node, below, mem, price)
+            below = _choose(node, _choices(node, known), below, mem, price)
         expected[id(node)] = below
     return float(expected[id(root)][0])
 
 
-def _choose(node: Node, below: NDArray[np.float64], mem: int, price: float) -> NDArray[np.float64]:
+def _choose(
+    node: Node, choices: Sequence[_Choice], below: NDArray[np.float64], mem: int, price: float
+) -> NDArray[np.float64]:
     """Choose a node's program for each level of saved bytes; return the expected seconds from this call on, by level.
 
     Args:
         below: the expected seconds of the calls after it, by the level of bytes saved until then.
         price: seconds to add for each byte that a program copies to the host.
     """
-    unit = mem / LEVELS
-    before = np.arange(LEVELS + 1) * unit
     best = np.full(LEVELS + 1, np.inf)
     node.policy = np.full(LEVELS + 1, NONE)
-    for program in node.choices:
-        number = node.programs.index(program)
-        level = np.ceil((before + node.saved(program)) / unit - 1e-9).astype(np.int64)
-        fits = (before + node.highest(program) <= mem) & (level <= LEVELS)
-        paid = price * program.hosted if program.hosted else 0.0
-        seconds = np.where(fits, program.time + paid + below[np.minimum(level, LEVELS)], np.inf)
-        better = seconds < best
-        best[better], node.policy[better] = seconds[better], number
+    for choice in choices:
+        more = _level(choice.saved, mem)
+        # the levels of bytes saved before it with which it fits: from 0 on, and as many as the calls after it know
+        fitting = min((mem - choice.highest) * LEVELS // mem, LEVELS - more) + 1
+        if fitting <= 0:
+            continue
+        paid = price * choice.hosted if choice.hosted else 0.0
+        seconds = below[more : more + fitting] + (choice.time + paid)
+        better = seconds < best[:fitting]
+        np.copyto(best[:fitting], seconds, where=better)
+        node.policy[:fitting][better] = choice.number
     return best
 
 
@@ -349,10 +381,10 @@ def least(root: Node, host_mem: int | None = None) -> int:
     """
     enough = max((with_programs(path, [least_of(n.choices) for n in path]).peak for path in root.paths()), default=1)
     policies = [(node, node.policy) for node in root.walk()]
-    low, high = 0, max(1, min(enough, keep_all(root)))
+    low, high, known = 0, max(1, min(enough, keep_all(root))), Choices()
     while high - low > max(1, high // (4 * LEVELS)):
         middle = (low + high) // 2
-        low, high = (low, middle) if plan_within(root, middle, host_mem) < NEVER else (middle, high)
+        low, high = (low, middle) if plan_within(root, middle, host_mem, known) < NEVER else (middle, high)
     for node, policy in policies:
         node.policy = policy
     return high
