@@ -240,14 +240,14 @@ class SymbolicGraph:
         import sympy
 
         expressions = [sympy.sympify(expression_of(n) if isinstance(n, SYMBOLS) else n) for n in numbers]
-        places = [place for place, symbol in enumerate(self.symbols) if symbol.is_Symbol]
-        symbols = [self.symbols[place] for place in places]
-        if unknown := {symbol for each in expressions for symbol in each.free_symbols} - set(symbols):
+        # several inputs may be the same symbol
+        places = {symbol: place for place, symbol in enumerate(self.symbols) if symbol.is_Symbol}
+        if unknown := {symbol for each in expressions for symbol in each.free_symbols} - places.keys():
             raise NotSymbolic(f"a size that depends on data: {', '.join(sorted(map(str, unknown)))}")
         functions = {type(each) for whole in expressions for each in sympy.preorder_traversal(whole) if each.args}
         by_name = {function.__name__: partial(_by_sympy, function) for function in functions} | QUICK
-        function = sympy.lambdify(symbols, expressions, modules=[by_name, "math"], cse=True)
-        return lambda dims: [*map(int, function(*[dims[place] for place in places]))]
+        function = sympy.lambdify([*places], expressions, modules=[by_name, "math"], cse=True)
+        return lambda dims: [*map(int, function(*[dims[place] for place in places.values()]))]
 
     def serves(self, dims: Dims) -> bool:
         """Tell whether the captured graph is valid for calls with these sizes, which must satisfy the recorded guards.

@@ -656,7 +656,7 @@ class Backend:
                 MANY_SIZES,
                 seconds,
                 "fxremat.compile(..., dynamic=True) captures it once for all sizes"
-                if self.options.resizable and not self._fixed
+                if self.options.resizable and not self._fixed and self.options.may_change is not True
                 else "pad inputs to a few sizes, and drop the last, smaller batch",
             )
 

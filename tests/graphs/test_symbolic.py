@@ -286,3 +286,11 @@ def test_an_op_with_effects_is_refused() -> None:
     graph = capture(Factored(), torch.randn(6, 4))
     with pytest.raises(NotSymbolic, match="an op with effects"):
         SymbolicGraph(graph.module, len(graph.forward_outputs))
+
+
+def test_two_inputs_may_be_one_symbol() -> None:
+    """Take the same size twice, as the graph behind a break takes `x.shape[0]` and `y.shape[0]` of equal batches."""
+    graph = symbolic_graph(nn.Linear(4, 4), torch.randn(6, 4))
+    (size,) = [node.meta["val"] for node in graph.inputs]
+    graph.symbols = (*graph.symbols, *graph.symbols)
+    assert graph.formulas([size, 2 * size, 7])((5, 5)) == [5, 10, 7]
