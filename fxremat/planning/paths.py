@@ -332,8 +332,10 @@ class PathPlans:
         if self.mem is None or peak(least) <= self.mem:
             return least
         lowest = min(at.programs, key=peak)
+        if peak(lowest) <= self.mem or self.is_share:
+            return lowest
         # if no backward fits, perhaps none will run: that is known at the end of the forward
-        return lowest if peak(lowest) <= self.mem else min(at.programs, key=lambda program: program.forward)
+        return min(at.programs, key=lambda program: program.forward)
 
     def check_backward(self, nodes: Sequence[Node], gradients: Sequence[int]) -> None:
         """Raise `BudgetTooSmall` before the backward begins if it cannot fit.
@@ -357,6 +359,12 @@ class PathPlans:
         """True if the budget depends on what the known steps need: a percentage, "min", or a part of another model's.
         """
         return self.within or isinstance(self._options.budget, Percent | Least)
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if the budget is all that the known steps need without recomputation."""
+        budget = self._options.budget
+        return isinstance(budget, Percent) and budget.of_keep_all >= 100
 
     def refusal(self, nodes: Sequence[Node], node: Node, needed: int, gradients: Sequence[int]) -> BudgetTooSmall:
         """Return the error to raise when the graph call `node` of a step would need `needed` bytes.

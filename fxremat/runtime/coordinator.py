@@ -277,13 +277,13 @@ class Coordinator:
     def order_of(self, graph: Captured) -> Callable[[], Sequence[int]] | None:
         """Return a function for the order in which a graph's ops are measured, such that they fit into the free memory.
 
-        None: the captured order, as the budget is not known yet.
+        None: the captured order, as memory is not limited. Of a budget that is not known yet, it is of little memory.
         """
-        plans = self._step.plans if self._step is not None else self.plans
-        if (mem := plans.mem) is None:
+        plans, level = (self._step.plans, self._step.level(0)) if self._step is not None else (self.plans, 0)
+        if plans.keeps_all:
             return None
-        level = self._step.level(0) if self._step is not None else 0
-        return partial(order_within_limit, CapturedGraph(graph=graph), Limit(known=max(1, mem - level)))
+        limit = Limit(known=1 if plans.mem is None else max(1, plans.mem - level), is_relative=plans.is_share)
+        return partial(order_within_limit, CapturedGraph(graph=graph), limit)
 
 
     def forward(self, graph: CalledGraph, dims: Dims, primals: list[Any]) -> tuple[list[Any], torch.Tensor]:
