@@ -24,10 +24,12 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.graphs import accounting
 from fxremat.heartbeat import lost_peer
+from fxremat.options import options_of
 from fxremat.pipelining.engine import Action, lowered
 from fxremat.pipelining.memory import StageMemory, most_bytes
 from fxremat.pipelining.profile import Spending, joined, profile
 from fxremat.pipelining.stages import Ops, capture
+from fxremat.runtime.module import budget_for_each_call, drop_in, plan_now
 from fxremat.solvers.pipeline.model import Layer, Layers, Machines, PipelinePlan, PlannedStage, Way
 from tests.pipes import (
     MODELS,
@@ -266,6 +268,17 @@ def _pipeline(model: nn.Module | None = None, **options: Any) -> fxremat.Pipelin
         ({"devices": 1}, "for one use fxremat.compile"),
         ({"microbatches": 3}, f"microbatches=3 does not divide the batch, which has {ROWS} rows"),
         ({"microbatches": 0}, "1 or more"),
+        ({"microbatches": 2.0}, r"microbatches=2\.0: it is a whole number"),
+        ({"devices": "2"}, "devices='2': it is a whole number"),
+        ({"copies": -1}, "copies=-1: it is a number from 0 on"),
+        ({"bandwidth": "1GB"}, "bandwidth='1GB': it is a number above 0, bytes per second, or None"),
+        ({"effort": float("nan")}, "effort=nan: it is a number from 0 on"),
+        ({"refine": None}, "refine=None: it is a number from 0 on"),
+        ({"scale_grads": "no"}, "scale_grads='no': it is True or False"),
+        ({"planner": "pofo"}, "planner='pofo': it is a function, such as fxremat.solvers.pipeline.best_plan"),
+        ({"example_target": None}, "example_target is a tensor, and this is None"),
+        ({"model": lambda x: x}, "a pipeline trains a torch.nn.Module, and this is a function"),
+        ({"model": Gpt().requires_grad_(False)}, "nothing to train: no parameter requires grad"),
         ({"example_target": torch.zeros(2, 16, dtype=torch.long)}, r"different sizes: \[2, 8\]"),
         ({"loss_fn": None}, "loss_fn=None: give a function of the model's outputs and the target"),
         ({"loss_fn": lambda outputs, _: outputs}, "not one number"),
@@ -291,6 +304,14 @@ def test_a_model_without_cuts_is_named() -> None:
         )
 
 
+def test_a_device_without_a_stage_is_named() -> None:
+    text = str(_pipeline(planner=by_hand(Job(allocation=(1,)))))
+    assert text.startswith("fxremat plan for 2 devices: 1 stage, ")
+    assert [line.split(",")[0] for line in text.splitlines() if "without a stage" in line] == [
+        "  device 0: 0 B of 1.0 GiB"
+    ]
+
+
 def test_alone_it_plans_and_says_how_to_run() -> None:
     pipe = _pipeline()
     assert str(pipe).startswith("fxremat plan for 2 devices: 2 stages")
@@ -307,6 +328,22 @@ def test_a_budget_that_no_plan_keeps_names_one_that_works() -> None:
         _pipeline(mem=least - 1, planner=by_hand(Job(smallest=True)))
     assert raised.value.minimum == least
     assert max(_pipeline(mem=least, planner=by_hand(Job(smallest=True))).memory) == least
+
+
+def test_what_runs_between_forward_and_backward_of_a_stage_is_not_its_loss() -> None:
+    """Allocate beside a stage what other stages and micro-batches allocate, which the pipeline's plan has counted."""
+    rows = torch.randn(64, 32)
+    layers = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)]
+    least = fxremat.plan(nn.Sequential(*layers), mem="min", example_inputs=(rows,), loss=1).budget
+    stage: Any = drop_in(nn.Sequential(*layers), options_of(mem=least, loss=1))
+    budget_for_each_call(stage)
+    plan_now(stage, (rows,), {})
+    for _ in range(5):  # a loss is measured in the calls 1, 2 and 4
+        output = stage(rows)
+        others = [torch.empty(1 << 20) for _ in range(2)]
+        output.backward(torch.ones_like(output))
+        del others
+    assert stage.plan.costs.sizes.outside == 1
 
 
 def test_other_errors_are_not_taken_for_lost_peers() -> None:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -29,13 +30,14 @@ from fxremat.runtime.sharded import cut_by, is_replicated
 from fxremat.solvers.pipeline.model import Layers, Machines, PipelinePlan, Way
 from fxremat.solvers.pipeline.on_demand import OnDemandCosts
 from fxremat.solvers.pipeline.stage_costs import step_seconds
-from fxremat.units import format_bytes, parse_bytes
+from fxremat.units import format_bytes, format_count, parse_bytes, shortened
 
 # maximum number of plans made with smaller or larger budgets, until the real memory of one nearly uses up the
 # budget
 ATTEMPTS = 6
 CLOSE = 0.01  # fraction of the budget; smaller changes of the budget are not tried
 UNIT = "bytes per device"
+BEST = "fxremat.solvers.pipeline.best_plan"  # the module of the planner that is used where none is given
 
 Options = Callable[[int, int], Sequence[Way]]
 
@@ -103,8 +105,12 @@ class Pipeline:
         return {stage.stage_index: stage.most_in_flight for stage in stages}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters of this rank, for its optimizer."""
-        return (parameter for _, parameter in self.named_parameters())
+        """Yield the parameters of this rank, for its optimizer.
+
+        Where the plan leaves a rank without a stage, one parameter without elements, as torch's optimizers refuse none.
+        """
+        own = [parameter for _, parameter in self.named_parameters()]
+        yield from own or [nn.Parameter(torch.empty(0))]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this rank with their names in the model; a tied weight once."""
@@ -167,6 +173,7 @@ def pipeline(
         CaptureError: the model cannot be exported as one graph, or cannot be cut.
     """
     _check_options(options)
+    _check_model(model)
     _refuse_shared(model)
     settings = Settings(mem=parse_bytes(mem), devices=devices, microbatches=microbatches, **options)
     inputs = _tensors(example_inputs)
@@ -203,10 +210,40 @@ class Settings:
     scale_grads: bool = True
     planner: Planner | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("devices", "microbatches"):
+            if type(getattr(self, name)) is not int:
+                raise _wrong(name, getattr(self, name), "a whole number")
+        for name in ("copies", "effort", "refine"):
+            if not _is_number(number := getattr(self, name)) or not 0 <= number < math.inf:
+                raise _wrong(name, number, "a number from 0 on")
+        if self.bandwidth is not None and not (_is_number(self.bandwidth) and self.bandwidth > 0):
+            raise _wrong("bandwidth", self.bandwidth, "a number above 0, bytes per second, or None")
+        if not isinstance(self.scale_grads, bool):
+            raise _wrong("scale_grads", self.scale_grads, "True or False")
+        if self.planner is not None and not callable(self.planner):
+            raise _wrong("planner", self.planner, f"a function, such as {BEST}.plan_pipeline")
+
     @property
     def machines(self) -> Machines:
         """The devices as the planner's input."""
         return Machines(devices=self.devices, memory=self.mem, bandwidth=self.bandwidth, copies=self.copies)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _wrong(name: str, given: object, expected: str) -> FxrematError:
+    return FxrematError(f"fxremat.pipeline: {name}={shortened(given)}: it is {expected}")
+
+
+def _check_model(model: object) -> None:
+    """Raise `FxrematError` for what is no module, or has no parameter to train."""
+    if not isinstance(model, nn.Module):
+        raise FxrematError(f"a pipeline trains a torch.nn.Module, and this is a {type(model).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise FxrematError("nothing to train: no parameter requires grad")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -266,7 +303,7 @@ class _Search:
         self.ways = OnDemandCosts(rough=measured.rough, exact=measured.ways, count=measured.count)
 
     def _planned(self, room: float, effort: float = 0.0) -> PipelinePlan:
-        planner = self.settings.planner or import_module("fxremat.solvers.pipeline.best_plan").plan_pipeline
+        planner = self.settings.planner or import_module(BEST).plan_pipeline
         plan: PipelinePlan = planner(
             self.layers,
             replace(self.settings.machines, memory=room),
@@ -366,6 +403,8 @@ def _joined_group(settings: Settings) -> bool:
 def _checked(inputs: tuple[Tensor, ...], target: Tensor, loss_fn: Loss, settings: Settings) -> int:
     """Return the number of rows of a batch. Raises `FxrematError` if batch, micro-batches and devices are inconsistent.
     """
+    if not isinstance(target, Tensor):
+        raise FxrematError(f"example_target is a tensor, and this is {shortened(target)}")
     if not callable(loss_fn):
         raise FxrematError(
             f"loss_fn={loss_fn!r}: give a function of the model's outputs and the target, such as F.mse_loss"
@@ -390,7 +429,7 @@ def _checked(inputs: tuple[Tensor, ...], target: Tensor, loss_fn: Loss, settings
 
 
 def _tensors(inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
     for value in given:
         if not isinstance(value, Tensor):
             raise FxrematError(f"a pipeline's inputs are tensors, and one is a {type(value).__name__}")
@@ -420,7 +459,7 @@ def _named(ops: Ops, rank: Rank | None, model: nn.Module) -> dict[str, Tensor]:
 def _described(pipe: Pipeline) -> Iterator[str]:
     plan, speed = pipe.plan, pipe.plan.machines.bandwidth
     yield (
-        f"fxremat plan for {plan.machines.devices} devices: {len(plan.stages)} stages, "
+        f"fxremat plan for {plan.machines.devices} devices: {format_count(len(plan.stages), 'stage')}, "
         f"{pipe.seconds * 1e3:.3g} ms a step"
     )
     yield f"  copies {'take no time' if speed is None else f'at {format_bytes(int(speed))}/s'}"
@@ -436,5 +475,7 @@ def _described(pipe: Pipeline) -> Iterator[str]:
             f"(to {names[1]}), {seconds * 1e3:.3g} ms, {in_flight} in flight, each keeps "
             f"{format_bytes(int(stage.way.kept_bytes))}"
         )
+    used = {stage.device for stage in plan.stages}
     for device, most in enumerate(pipe.memory):
-        yield f"  device {device}: {format_bytes(most)} of {format_bytes(int(plan.machines.memory))}"
+        idle = "" if device in used else ", without a stage: with more, copies would take longer than they save"
+        yield f"  device {device}: {format_bytes(most)} of {format_bytes(int(plan.machines.memory))}{idle}"

@@ -194,6 +194,7 @@ class Backend:
         self.until = Until.RUN
         self._layouts_vary = False  # True once a loss outside handed in gradients that lie otherwise than traced
         self._told_of_loss = False  # True once a warning told ranks that the loss takes more memory than planned
+        self.measures_loss = True  # False: what runs between forward and backward is planned elsewhere
         self._mem_with_room: int | str | None = None  # the budget, while the least is taken for want of room
         self._sized_steps = list[Sized]()  # the steps of symbolic sizes that were captured since `forget_steps`
         self._last_step: _FixedStep | Sized | None = None  # the captured step whose forward ran last
@@ -307,7 +308,7 @@ class Backend:
         rerun, self._rerun = self._rerun, None
         if rerun is not None:
             compiled = TwiceDifferentiable(compiled, module, rerun, self._unplanned, self._plan_for_retaining)
-        if self.coordinator is None:
+        if self.coordinator is None and self.measures_loss:
             stepping = self.options.stepping is not None
             compiled = LossMeter(compiled, trained, self._judge_of_loss, self._others, stepping=stepping)
         return telling_unused(compiled, trained) if len(trained) > 1 or again else compiled

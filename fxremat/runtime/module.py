@@ -468,8 +468,12 @@ class Rematerialized(_Base):
 
 
 def budget_for_each_call(module: Rematerialized) -> None:
-    """Plan each call of a compiled module alone, where something else plans how many wait for their backward."""
-    _training_of(module).each_alone = True
+    """Plan each call of a compiled module alone, where something else plans how many wait for their backward.
+
+    What is allocated between a forward and its backward is planned there, too: it is no loss outside the module.
+    """
+    training = _training_of(module)
+    training.each_alone, training.backend.measures_loss = True, False
 
 
 def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
