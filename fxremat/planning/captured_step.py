@@ -16,7 +16,6 @@ from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.graphs.captured import Captured
 from fxremat.options import Options, StepOptions, changed_options
 from fxremat.planning import plan
-from fxremat.planning.in_slices import least_in_slices
 from fxremat.planning.step import Step
 from fxremat.plans import Plan
 from fxremat.profiles import Profile, profile_of
@@ -124,8 +123,6 @@ class FixedStep(CapturedStep):
 
     def least(self) -> int:
         """Return the least budget that works, in bytes."""
-        if self._options.slicing:
-            return least_in_slices(self._step, self._options)
         try:
             return plan(self._step, changed_options(self._options, mem=1)).minimum
         except BudgetTooSmall as error:

@@ -211,19 +211,6 @@ def _of_all(plan: Plan, one: Survey, found: Variants, options: Options) -> Plan:
     )
 
 
-def least_in_slices(step: Step, options: Options) -> int:
-    """Return the least budget that works with as many slices as allowed, in bytes.
-
-    This takes as long as making a plan.
-    """
-    found = least_of_all(step.graph, **_settings(options.slicing or Slices()))
-    quick, least = options.quick(), Limit(known=1)
-    try:
-        return chosen(surveyed(replace(step, graph=found.joint), quick, least, found), quick).minimum
-    except BudgetTooSmall as error:
-        return error.minimum
-
-
 def what_slices_buy(one: Survey, error: BudgetTooSmall, options: Options) -> str:
     """Return advice for an error message: the estimated least budget with slices; "" if slices would not help."""
     graph = one.step.graph

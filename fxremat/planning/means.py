@@ -77,7 +77,8 @@ def plan_by_means(
         raise least.explained(note=_told(least.note, tried, options)).of_means(tried)
     place, made, allowed = best
     tried[place] = replace(tried[place], chosen=True)
-    return replace(made, means=tuple(tried)), allowed
+    others = any(not way.forbidden for number, way in enumerate(_ways(step, options)) if number != place)
+    return replace(made, means=tuple(tried), more_ways=made.more_ways or others), allowed
 
 
 def with_kernels_among_means(plan: Plan) -> Plan:

@@ -311,10 +311,12 @@ def whatever_is(plan: PlannedStep) -> str:
 
 
 def _least(plan: PlannedStep, exact: bool) -> str:
-    or_less = " or less" if plan.more_ways and plan.step is None else ""
-    least = format_bytes(plan.minimum) + (f" ({plan.minimum} bytes)" if exact else "") + or_less
+    minimum = plan.known_minimum
+    least = format_bytes(minimum) + (f" ({minimum} bytes)" if exact else "")
+    if plan.more_ways:
+        least += f" or less{' (plan.minimum searches for it)' if plan.step else ''}"
     smallest = plan.alternatives.candidates[-1]
-    if plan.weights or plan.minimum < plan.alternatives.minimum or smallest.layout.graph is not plan.graph:
+    if plan.weights or minimum < plan.alternatives.minimum or smallest.layout.graph is not plan.graph:
         return least
     return f"{least}, where {floor_of(smallest.program(), plan.costs)}"
 
