@@ -158,7 +158,17 @@ def _of_single_ops(
     graph: Captured, costs: Costs, options: Options, tier: HostTier | None
 ) -> Sequence[CallProgram]:
     """Return the programs of a graph that run single ops, fastest first: the first recomputes nothing."""
-    costs, _ = apart_from_copies(graph, costs)
+    return programs_of_single_ops(graph, apart_from_copies(graph, costs)[0], options, tier)
+
+
+def programs_of_single_ops(
+    graph: Captured, costs: Costs, options: Options, tier: HostTier | None
+) -> Sequence[CallProgram]:
+    """Return programs of a graph that run single ops, fastest first, searched for with these costs, from a cache.
+
+    Args:
+        costs: without copies of gradients into the traced strides; at other sizes than the graph's, perhaps.
+    """
     host = _Host.of(graph, tier, options)
     once = run_once(graph, options.wishes)
     sizes = tuple(costs.sizes.values), tuple(costs.sizes.workspace)

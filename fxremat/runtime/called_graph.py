@@ -37,6 +37,7 @@ from fxremat.step.source import common_module
 from fxremat.torch_private import any_batched, real_tensors, taking_a_list
 
 EMITTED = 16  # generated fx graphs are cached for this many programs of a graph
+GROWN, MOST_SEARCHES = 1.4, 5  # programs are searched for again where values are larger by this factor, so many times
 REMEMBERED = 256  # numbers and programs are cached for this many combinations of sizes
 AGAIN = (
     "Trying to backward through the graph a second time: what its calls had saved is freed; specify retain_graph=True "
@@ -87,6 +88,7 @@ class CalledGraph:
         keep_all: the program of single ops that recomputes nothing.
         tier: the name of the host tier to which programs copy values; "": they copy none.
         may_run_again: False if the forward has an op that is not to run again, so that what is saved stays.
+        search: returns programs for the costs at larger sizes, for which those of `joint` may not be the best.
     """
 
     def __init__(
@@ -99,12 +101,14 @@ class CalledGraph:
         tier: str = "",
         *,
         may_run_again: bool = True,
+        search: Callable[[Costs], Sequence[CallProgram]] | None = None,
     ) -> None:
         self.joint, self.costs = joint, costs
+        self._search, self._searched = search, [sum(costs.sizes.values)]  # bytes of all values, at each search
         self._sizes = symbolic
         self._symbolic = symbolic.as_captured(joint) if symbolic else joint
         self._outputs = len(self._symbolic.forward_outputs)
-        self._programs = programs
+        self._programs, self._keep_all = programs, keep_all
         tangents = self._symbolic.tangent_names
         self._emitted = EmittedPrograms(self._outputs, tangents, EMITTED, costs.fresh, tier, sums=True)
         self._numbers: Callable[[Dims], Numbers] | None = None
@@ -168,17 +172,31 @@ class CalledGraph:
         return self._sizes.shaping_of(dims) if self._sizes else dims
 
     def at(self, dims: Dims) -> SizedPrograms:
-        """Return the programs, in the same order, with their bytes and seconds at these input sizes."""
+        """Return the programs, in the same order, with their bytes and seconds at these input sizes.
+
+        At sizes that are larger than all before by `GROWN`, more programs are searched for, and are the last.
+        """
         shaping = self._shaping(dims)
         if shaping not in self._at:
             assert self._costs is not None
             sized = self._costs.at(dims)
             self._emitted.never_overwriting(sized.costs.fresh)
+            self._search_at(sized.costs)
             if len(self._at) > REMEMBERED:
                 del self._at[next(reversed(self._at))]
-            known = next(iter(self._at.values()))
-            self._at[shaping] = SizedPrograms.of(self.joint, sized, known.programs, known.keep_all)
+            self._at[shaping] = SizedPrograms.of(self.joint, sized, self._programs, self._keep_all)
         return self._at[shaping]
+
+    def _search_at(self, costs: Costs) -> None:
+        """Search for more programs if values are larger than at all searches before."""
+        size = sum(costs.sizes.values)
+        if self._search is None or size < GROWN * self._searched[-1] or len(self._searched) > MOST_SEARCHES:
+            return
+        self._searched.append(size)
+        known = {program.key for program in self._programs}
+        more = [program for program in self._search(costs) if program.key not in known]
+        self._programs = [*self._programs, *more]
+        self._at.clear()  # which has fewer programs
 
     def emitted(self, number: int) -> Emitted:
         """Return the fx graphs generated for the program with index `number`."""

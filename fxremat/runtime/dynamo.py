@@ -53,7 +53,7 @@ from fxremat.passes.regions import inline_regions
 from fxremat.passes.tangents import bear_any_layout
 from fxremat.planning.captured_step import CapturedStep, FixedStep
 from fxremat.planning.facts import estimated_keep_all, facts_of
-from fxremat.planning.graph_programs import as_in_a_step, programs_of, tier_of
+from fxremat.planning.graph_programs import as_in_a_step, programs_of, programs_of_single_ops, tier_of
 from fxremat.planning.limits import limit_of
 from fxremat.planning.means import seen_before
 from fxremat.planning.paths import NO_ROOM
@@ -817,8 +817,12 @@ class Backend:
             tier = tier_of(self.options, device_of(joint))
             programs, keep_all = programs_of(step, costs, self.options, tier, resizable=graph is not None)
         may_run_again = not wished(joint, self.options.wishes)
-        name = tier.name if tier else ""
-        return CalledGraph(joint, graph, costs, programs, keep_all, name, may_run_again=may_run_again)
+        name, search = tier.name if tier else "", None
+        if graph is not None and not coordinator.plans.keeps_all:
+            search = partial(programs_of_single_ops, joint, options=self.options, tier=tier)
+        return CalledGraph(
+            joint, graph, costs, programs, keep_all, name, may_run_again=may_run_again, search=search
+        )
 
     def _check_layouts(self, step: Step, *, symbolic: bool = False) -> None:
         """Measure a step that is only captured, and check that results have the strides that they were traced with.

@@ -164,6 +164,11 @@ class CallProgram:
         return self.on_host.program if self.on_host else self.order.program()
 
     @property
+    def key(self) -> object:
+        """The order of the ops and the copies to the host, which tell programs of single ops apart."""
+        return self.order.ops, self.order.split, self.on_host and self.on_host.program.steps
+
+    @property
     def hosted(self) -> int:
         """Bytes of saved values that wait on the host between forward and backward."""
         return self.on_host.bytes if self.on_host else 0
@@ -236,8 +241,7 @@ def least_of(programs: Iterable[CallProgram]) -> CallProgram:
 
 
 def _add(found: dict[object, CallProgram], program: CallProgram) -> None:
-    order, on_host = program.order, program.on_host
-    found.setdefault((order.ops, order.split, on_host and on_host.program.steps), program)
+    found.setdefault(program.key, program)
 
 
 def judged(
