@@ -16,10 +16,11 @@ from fxremat.planning.surveys import NO_TIME
 from fxremat.plans import Plan
 from fxremat.progress import planning
 from fxremat.search.candidate import Candidate
-from fxremat.search.replan import is_near, judged_again
+from fxremat.search.replan import FURTHEST, is_near, judged_again
 from fxremat.step.step_graph import StepGraph
 from fxremat.units import Least
 
+NEAR_LEAST = 1.25  # as `FURTHEST`, for mem="min"
 NEAREST = 3  # number of known plans, those nearest in input sizes, that contribute candidates to a new plan
 
 Choice = Callable[[Sequence[Candidate]], Candidate]  # chooses from the candidates that fit, which come fastest first
@@ -36,20 +37,19 @@ def replan(step: Step, known: Sequence[Plan], options: Options, choose: Choice) 
 
     Returns:
         the plan; None if the step needs a new search: no known candidate fits, or all that fit recompute and the
-            known sizes
-        are too different, or the budget is "min".
+            known sizes are too different.
     """
-    if isinstance(options.budget, Least):
-        return None
     near = sorted(known, key=lambda plan: _distance(plan.graph, step.graph))
     nearest, limit = near[0], limit_of(step, options, replayed=False)
     with planning(f"{what(step, limit)} from known programs") as planned:
         costs = facts_at_other_sizes(step.graph, nearest, options)
         others = [candidate for plan in near[:NEAREST] for candidate in plan.alternatives.candidates]
         frontier = judged_again(nearest.alternatives.keep_all, others, step.graph, costs)
-        budget = limit.of(lambda: frontier.keep_all.peak).bytes
+        least = isinstance(options.budget, Least)
+        budget = frontier.minimum if least else limit.of(lambda: frontier.keep_all.peak).bytes
         fitting = [candidate for candidate in frontier.candidates if candidate.peak <= budget]
-        near_enough = is_near(frontier.keep_all.peak / nearest.alternatives.keep_all.peak)
+        grown = frontier.keep_all.peak / nearest.alternatives.keep_all.peak
+        near_enough = is_near(grown, NEAR_LEAST if least else FURTHEST)
         if not fitting or not (near_enough or fitting[0].time <= NO_TIME * frontier.keep_all.time):
             planned("no known program is near enough")
             return None

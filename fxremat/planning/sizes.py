@@ -112,7 +112,8 @@ class PlansOfSizes:
             own = Reference(bytes=range_.keep_all, of=self.described(range_.dims))
             reference = self._largest_call.or_larger(own)
         called_with = called_with or self.described(dims)
-        step = Step(graph=joint, inputs=inputs, called_with=called_with, reference=reference)
+        order = self._known[-1].alternatives.candidates[-1].order().ops if self._known else None
+        step = Step(graph=joint, inputs=inputs, called_with=called_with, reference=reference, order=order)
         plan = replan(step, self._known, self._options, choose) if self._known else None
         known = self._known
         if plan is None:

@@ -79,6 +79,8 @@ class Step:
     # measured strides of results that the graph was traced with: see `PlannedStep.layouts`
     layouts: Mapping[str, Strides] = field(default_factory=dict)
     ranks: Agreement = ALONE  # the ranks that plan and run the step together
+    # an order of the ops, with recomputations, that takes little memory at other sizes; None: not known
+    order: Sequence[int] | None = None
 
 
 def named(trained: TrainedParameters, values: Iterable[int]) -> str:

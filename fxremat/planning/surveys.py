@@ -153,8 +153,8 @@ def keep_all_of(step: Step, costs: Costs, frontier: Frontier, *, retained: int =
 def order_within_limit(step: Step, limit: Limit) -> Sequence[int]:
     """Return an execution order of the ops, by estimated costs, that fits into the budget, for measuring them.
 
-    Where none does, or the budget depends on what the step takes, it is one of nearly the least memory, estimates of
-    workspaces left out, which may be far too high.
+    Where none does, or the budget depends on what the step takes, it is one of nearly the least memory: known from
+    other sizes, or found without the estimates of workspaces, which may be far too high.
     """
     graph = step.graph
     costs = estimate(graph, Device.named(device_of(graph).type))
@@ -162,6 +162,8 @@ def order_within_limit(step: Step, limit: Limit) -> Sequence[int]:
     budget = limit.of(lambda: everything).bytes
     if budget >= everything:
         return range(len(graph.ops))
+    if limit.is_relative and step.order is not None:
+        return step.order
     order = None if limit.is_relative else order_within(graph, costs, budget)
     workspace = [min(0, size) for size in costs.sizes.workspace]
     return order or order_of_least(graph, replace(costs, sizes=replace(costs.sizes, workspace=workspace)))

@@ -53,6 +53,6 @@ def judged_again(
     )
 
 
-def is_near(grown: float) -> bool:
+def is_near(grown: float, furthest: float = FURTHEST) -> bool:
     """Tell whether programs may be reused at sizes whose peak without recomputation is `grown` times as large."""
-    return 1 / FURTHEST <= grown <= FURTHEST
+    return 1 / furthest <= grown <= furthest

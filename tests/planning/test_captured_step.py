@@ -86,6 +86,19 @@ def test_the_least_budget_trains_with_the_same_bits() -> None:
     assert peak <= compiled.plan.budget == compiled.plan.minimum
 
 
+def test_the_least_budget_at_near_sizes_comes_from_known_programs(caplog: pytest.LogCaptureFixture) -> None:
+    settings: Any = {"dynamic": True, "costs": "estimate", **QUICK}
+    model = fxremat.compile(Deep(), "min", **settings)
+    with caplog.at_level("INFO"):
+        for rows in (64, 72, 200):
+            model(x.repeat(4, 1)[:rows]).backward()
+            least = model.plan.budget  # type: ignore[union-attr]
+            fresh = fxremat.plan(Deep(), (x.repeat(4, 1)[:rows],), mem="min", **settings).budget
+            assert fresh <= least <= 1.02 * fresh
+    assert [line for line in caplog.messages if "known programs" in line and "72" in line]
+    assert "no known program is near enough" in caplog.text  # at 200 rows
+
+
 @pytest.mark.parametrize("options", [{"slices": True}, {"offload": True}], ids=str)
 def test_the_least_budget_with_other_options(options: dict[str, Any]) -> None:
     step = fxremat.capture(Deep(), (x,), costs="estimate", **options, **QUICK)
