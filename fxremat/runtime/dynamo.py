@@ -119,6 +119,7 @@ MOST_TRACES = 4
 # A step is planned again only if recomputation makes it slower than keeping everything by this factor, and the
 # loss needs less memory than was reserved for it, by more than GAIN - 1 of the budget.
 GAIN = 1.01
+NOTED = 1.001  # a loss with which a step exceeds its plan by this factor is a warning; less is in the log
 MANY_SIZES = 3  # after this many combinations of input sizes a warning says what each new one costs
 
 
@@ -440,8 +441,9 @@ class Backend:
                 log.warning("%s, and %s%s", told, why, way)
             return
         self._plan_for_other_loss(ran, seen)
+        by_much = predicted > NOTED * max(plan.budget, plan.predicted_peak)
         log.log(
-            logging.WARNING if exceeds else logging.INFO,
+            logging.WARNING if by_much else logging.INFO,
             "%s: the next call plans for that%s",
             told,
             better and f'; fxremat.compile(..., loss="{better}") does from the start',
