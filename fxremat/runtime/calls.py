@@ -309,13 +309,15 @@ class Call:
         """The outputs that are still alive."""
         return frozenset(value for value, is_alive in self._alive.items() if is_alive())
 
-    def look_at_outputs(self) -> frozenset[int]:
-        """Return the outputs that are alive, or would be if the call had not freed its saved tensors.
+    def look_at_outputs(self) -> None:
+        """Record which outputs are alive when the backward begins.
 
-        The latter, which other calls have kept alive, count as freed early.
+        Others that were alive here in an earlier step, and when the call freed its saved tensors, count as freed early.
         """
-        self.freed_early = sum(self.at.outputs.get(value, 0) for value in self.outlived - self.held)
-        return self.held | self.outlived
+        held = self.held
+        self.node.hold(held)
+        early = (self.outlived - held) & self.node.held
+        self.freed_early = sum(self.at.outputs.get(value, 0) for value in early)
 
     @property
     def float_storages(self) -> Set[int]:
