@@ -179,14 +179,16 @@ class Coordinator:
                 plans.others_changed()
         self.steps += 1
         ignored, self._ignores_next = self._ignores_next, False
-        measured = self._unsettled > 0 and self._in_vain < MOST_IN_VAIN and not ignored
+        # what is between calls may depend on data, so that steps 8, 16, 32 and so on are measured again
+        again = self.steps > SETTLED and self.steps & (self.steps - 1) == 0
+        measured = (self._unsettled > 0 or again) and self._in_vain < MOST_IN_VAIN and not ignored
         if measured and self._may_have_litter:
             self._may_have_litter = False
             gc.collect()  # what Python freed within the step would be subtracted from what the step takes
         meter = meter_of(self.device, peaks=measured)
         if measured and isinstance(meter, Unmeasured) and is_profiled_by_others():
             measured = False  # later steps are measured instead
-            if not self._told_of_profiler:
+            if self._unsettled and not self._told_of_profiler:
                 self._told_of_profiler = True
                 log.warning(PROFILED)
         added = {} if meter.level() is None else {id(p): p.nbytes for p in self._with_gradient}
