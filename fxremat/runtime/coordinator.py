@@ -138,7 +138,7 @@ class Coordinator:
                 plans.begin_anew()
                 self._unsettled, self._in_vain = SETTLED, 0
             if plans.planned > before:
-                self._others.note_own()
+                self._others.note_own(replaces=True)
 
     @property
     def has_graphs(self) -> bool:

@@ -195,6 +195,7 @@ class Backend:
         self.until = Until.RUN
         self._layouts_vary = False  # True once a loss outside handed in gradients that lie otherwise than traced
         self._told_of_loss = False  # True once a warning told ranks that the loss takes more memory than planned
+        self._planned_for = set[str]()  # the sizes of all plans so far, or the digests of graphs of fixed sizes
         self.measures_loss = True  # False: what runs between forward and backward is planned elsewhere
         self._mem_with_room: int | str | None = None  # the budget, while the least is taken for want of room
         self._sized_steps = list[Sized]()  # the steps of symbolic sizes that were captured since `forget_steps`
@@ -931,7 +932,9 @@ class Backend:
             if isinstance(self.options.budget, Auto):  # for plans of several sizes, the one that had most decides
                 self._free = max(self._free, free_memory(device_of(plan.graph)))
         self.plans.append(plan)
-        self._others.note_own()
+        sizes = plan.sizes or plan.captured.digest
+        self._others.note_own(replaces=sizes in self._planned_for)
+        self._planned_for.add(sizes)
 
     def _plans_of_sizes(self, graph: SymbolicGraph, joint: Captured) -> PlansOfSizes:
         """Return the planner for a graph of symbolic sizes, which plans at the sizes of each call.

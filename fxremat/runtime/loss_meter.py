@@ -149,7 +149,8 @@ class LossMeter:
         step: the compiled step.
         trained: indices of the step's outputs that require grad.
         judge: called after each call that is measured; returns a function that takes the measurement.
-        others: tells whether other models have new plans; then the loss is measured again. Is told of this step.
+        others: tells whether other models have new plans; then the loss is measured again, and where they have replaced
+            plans, what was measured before counts no more. Is told of this step.
         stepping: the step updates its parameters itself, and has their gradients elsewhere.
     """
 
@@ -171,7 +172,8 @@ class LossMeter:
         self._anew = False  # True if others have new plans, and nothing was measured since
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        if changed := self._others.have_new_plans():
+        changed = self._others.have_new_plans()
+        if self._others.have_replaced_plans():
             self._anew, self._largest = True, 0
         changed |= self._has_larger(inputs)
         measured = changed or (self.calls + 1) & self.calls == 0

@@ -46,10 +46,11 @@ class OtherModels:
     """Tells a model that measures its steps about the other compiled models of this process."""
 
     _made: ClassVar[int] = 0  # number of plans made so far
+    _replaced: ClassVar[int] = 0  # number of those that took the place of another one
     _all: ClassVar[weakref.WeakSet[OtherModels]] = weakref.WeakSet()
 
     def __init__(self) -> None:
-        self._known = self._made
+        self._known, self._known_replaced = self._made, self._replaced
         self._all.add(self)
         self.own_step_waits: Callable[[], bool] = lambda: False  # tells whether the backward of a step may still come
         self._was_inside = False  # True once a call was within another one's step
@@ -65,10 +66,17 @@ class OtherModels:
         known, self._known = self._known, self._made
         return known != self._known
 
-    def note_own(self) -> None:
-        """Note a new plan of this model itself."""
+    def have_replaced_plans(self) -> bool:
+        """Tell whether others have replaced plans since this was last asked: they take other memory at known sizes."""
+        known, self._known_replaced = self._known_replaced, self._replaced
+        return known != self._known_replaced
+
+    def note_own(self, *, replaces: bool) -> None:
+        """Note a new plan of this model itself, and whether it takes the place of another one."""
         OtherModels._made += 1
         self._known += 1
+        OtherModels._replaced += replaces
+        self._known_replaced += replaces
 
     def wait(self) -> bool:
         """Tell whether the step of another one waits for its backward, so that what begins now is a part of that step.
