@@ -227,7 +227,7 @@ class Call:
     known_need: int | None = None
     differentiated: bool = False  # True once the backward of this call has begun
     outlived: frozenset[int] = frozenset()  # outputs that were alive when the call freed its saved tensors
-    freed_early: int = 0  # bytes of these that were freed before the backward of this call, which saves them otherwise
+    kept_alone: int = 0  # bytes of outputs that nothing but this call keeps alive until its backward
     token: int = field(default_factory=lambda: next(_tokens))
     # the `id` of each parameter that this call reads; filled only in measured steps
     leaves: frozenset[int] = frozenset()
@@ -310,14 +310,9 @@ class Call:
         return frozenset(value for value, is_alive in self._alive.items() if is_alive())
 
     def look_at_outputs(self) -> None:
-        """Record which outputs are alive when the backward begins.
-
-        Others that were alive here in an earlier step, and when the call freed its saved tensors, count as freed early.
-        """
+        """Record which outputs are alive when the backward begins, and which others had kept alive until then."""
         held = self.held
-        self.node.hold(held)
-        early = (self.outlived - held) & self.node.held
-        self.freed_early = sum(self.at.outputs.get(value, 0) for value in early)
+        self.kept_alone = self.node.hold(held, self.outlived - held)
 
     @property
     def float_storages(self) -> Set[int]:

@@ -551,7 +551,7 @@ def _measured(step: Step) -> tuple[dict[Node, Numbers], bool]:
                 here["ahead"] = max((peak for peak in ahead if peak is not None), default=0)
         elif moment.kind == "backward":
             call = calls[moment.node]
-            here["back"] = level - moment.saved + spared[moment.node][0] + call.freed_early
+            here["back"] = level - moment.saved + spared[moment.node][0] - call.kept_alone
             peak = following.border.peak if following is not None else None
             if peak is not None and (need := call.known_need) is not None:
                 here["excess"] = max(0, peak - level - need)

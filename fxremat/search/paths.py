@@ -71,6 +71,8 @@ class Node:
     measured: bool = False  # False: the numbers are assumptions, and no step has measured them yet
     # outputs of this call that were alive when its backward began; the measured bytes include them
     held: frozenset[int] = frozenset()
+    # those of them that others free before its backward begins; `back` does not include them
+    early: frozenset[int] = frozenset()
     # gradients that this call's backward adds to sums which backwards of later calls have begun
     added: frozenset[int] = frozenset()
     idle: bool | None = None  # True if this call's backward did not run in any step; None: unknown
@@ -105,7 +107,8 @@ class Node:
         found = {"ahead": self.ahead} if self.ahead else {}
         found |= {"forward": self.before + program.forward, "after": own + self.after}
         if not self.idle:
-            found |= {"backward": own + self.back + self.backward(program), "behind": self.behind}
+            kept_alone = self._bytes(program.outputs & self.early)
+            found |= {"backward": own + kept_alone + self.back + self.backward(program), "behind": self.behind}
         return found
 
     def backward(self, program: CallProgram, added: frozenset[int] | None = None) -> int:
@@ -150,12 +153,23 @@ class Node:
         self.back = max(self.back, self.before + 2 * made)
         self.behind = max(self.behind, self.before + self.gradients)
 
-    def hold(self, alive: frozenset[int]) -> None:
-        """Record which outputs of this call were alive when its backward began in a measured step.
+    def hold(self, alive: frozenset[int], early: frozenset[int]) -> int:
+        """Record which outputs of this call others keep alive in a measured step, whose bytes contain them already.
 
-        The measured bytes contain them already.
+        Args:
+            alive: those that are alive when its backward begins.
+            early: those that others had freed by then.
+
+        Returns:
+            the bytes of those alive that `back` is not to contain.
         """
-        self.held |= alive
+        self.back -= self._bytes(early & self.held - self.early)
+        self.early |= early
+        self.held |= alive | early
+        return self._bytes(alive & self.early)
+
+    def _bytes(self, outputs: frozenset[int]) -> int:
+        return sum(self.outputs.get(value, 0) for value in outputs)
 
     def add(self, added: frozenset[int]) -> bool:
         """Record which gradients this call's backward added to sums in a step; tell whether they were fewer than known.
