@@ -22,7 +22,13 @@ from functools import partial
 from fxremat import kernels
 from fxremat.agreement import Agreement
 from fxremat.errors import BudgetTooSmall, FxrematError, PlanMismatch
-from fxremat.graphs.accounting import copied_gradients, device_of, held_beside_copies, set_aside
+from fxremat.graphs.accounting import (
+    copied_gradients,
+    device_of,
+    held_beside_copies,
+    outside_bytes,
+    set_aside,
+)
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import kind_of_optimizer
 from fxremat.options import Options
@@ -39,6 +45,7 @@ from fxremat.planning.means import (
 )
 from fxremat.planning.step import Step
 from fxremat.plans import Plan
+from fxremat.profiles import enough
 from fxremat.progress import bars, planning
 from fxremat.transfers.network import communicates
 from fxremat.units import Least, format_bytes
@@ -100,13 +107,18 @@ def _op_by_op(step: Step, options: Options, limit: Limit, *, advise: bool = True
 
 
 def _of_unmeasured_loss(step: Step, options: Options, error: BudgetTooSmall) -> str:
-    """Tell how much of the least budget is set aside for a loss outside the model that no step has measured yet.
+    """Tell how much of the least budget is set aside for a loss outside the model, where these sizes are not measured.
 
     "" if the budget would be too small without that as well.
     """
     device = device_of(step.graph)
-    if options.loss_seen is not None:
-        return ""
+    if (seen := options.loss_seen) is not None:
+        expected, most = seen.peak_at(outside_bytes(step.graph)) or 0, max((peak for _, peak in seen.peaks), default=0)
+        if expected <= most or error.minimum - (expected - most) > error.budget:
+            return ""
+        way = f'if it does not grow with them, fxremat.compile(..., loss="{enough(most)}") says so'
+        took = f"which took {format_bytes(most)} at other sizes"
+        return f"the least counts {format_bytes(expected)} for the loss outside the model, {took}: {way}"
     for_loss = max(set_aside(step.graph, device), options.loss_outside.size or 0)
     copies = max(copied_gradients(step.graph, device).values(), default=0) + held_beside_copies(step.graph, device)
     if error.minimum - for_loss - copies > error.budget:

@@ -132,7 +132,8 @@ class PlansOfSizes:
             if larger := self._largest_call.with_more(error.budget, self._options.budget):
                 return self._from_nothing(replace(step, reference=larger))
             remark = f", and the budget is {limit_of(step, self._options).words}" if step.reference else ""
-            raise error.explained(note=f"this is for inputs of {step.called_with}{remark}") from None
+            note = "; ".join(filter(None, [error.note, f"this is for inputs of {step.called_with}{remark}"]))
+            raise error.explained(note=note) from None
 
     def least(self, dims: Dims) -> int:
         """Return the least budget at these sizes, in bytes, by a search from nothing."""

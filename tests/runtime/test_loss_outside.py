@@ -521,3 +521,20 @@ def test_a_forward_without_a_backward_is_freed_at_once() -> None:
 def test_the_plan_says_what_is_set_aside() -> None:
     plan = fxremat.plan(Tokens(), (torch.randn(4, 6, 8),), mem="100%", **FAST)
     assert "loss outside 15.0 KiB for it and its gradients, as measured or assumed" in " ".join(str(plan).split())
+
+
+@pytest.mark.parametrize("said", [{}, {"loss": "4.5MiB"}])
+def test_a_loss_that_does_not_grow_with_the_inputs_can_be_said(said: dict[str, str]) -> None:
+    """Measure a loss of constant size at a small batch, which at a large one is taken to be as much larger."""
+    bank = torch.randn(1000, 8)
+    layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
+    model: Any = fxremat.compile(layers, mem="10MiB", **FAST, **said)
+
+    def step(count: int) -> None:
+        moments = F.normalize(model(torch.randn(count, 16)), dim=1)
+        (bank @ (moments.T @ moments / count) @ bank.T).mean().backward()
+
+    step(8)
+    refused = pytest.raises(fxremat.BudgetTooSmall, match=r"if it does not grow with them, .* says so")
+    with contextlib.nullcontext() if said else refused:
+        step(256)
