@@ -29,7 +29,7 @@ from benchmarks import meter
 from fxremat import Search, Slices
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.runtime.called_graph import saved_calls
-from fxremat.torch_private import holds_gradients, is_profiled
+from fxremat.torch_private import holds_gradients, is_profiled, torch_release
 from tests.dags import few
 from tests.steps import differences, step_of
 from tests.test_readme import job_of_one
@@ -1194,4 +1194,5 @@ def test_calls_that_let_go_in_a_forward_count_no_output_that_nothing_kept() -> N
         ours(rows(count)).backward()
         ours.zero_grad()
     measured = peak_of(ours, rows(320))
-    assert measured <= ours.plan.predicted_peak <= 1.01 * measured
+    more = 1.01 if torch_release() >= (2, 13) else 1.06
+    assert measured <= ours.plan.predicted_peak <= more * measured
