@@ -182,22 +182,6 @@ class Kind:
         finally:
             generator.set_state(torch.frombuffer(before, dtype=torch.uint8))
 
-    @contextlib.contextmanager
-    def kept_random_state(self, device: torch.device) -> Iterator[None]:
-        """After this context, the random generators of the host and of the device are as they were before.
-
-        Their states take no memory of torch's allocator, so that what runs here has all of a budget.
-        """
-        generators = [torch.default_generator]
-        if self.accelerator and self.can(Ability.GENERATORS):
-            generators.append(self.generator(device))
-        states = [(generator, generator.clone_state()) for generator in generators]
-        try:
-            yield
-        finally:
-            for generator, before in states:
-                generator.set_state(before.get_state())
-
     @property
     def _module(self) -> Any:
         return torch.get_device_module(self.type)

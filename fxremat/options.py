@@ -142,6 +142,10 @@ class SeenLoss:
         """Return the bytes to expect during the backward."""
         return _at(self.held, assumed, self.fixed) if self.held else 0
 
+    def without_points(self) -> SeenLoss:
+        """Discard the measurements, since the loss takes other memory now."""
+        return replace(self, peaks=(), held=())
+
     def with_peak(self, assumed: int, measured: int) -> SeenLoss:
         """Add a measurement between forward and backward."""
         return replace(self, peaks=_with_point(self.peaks, assumed, measured))

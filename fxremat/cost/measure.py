@@ -57,6 +57,7 @@ from fxremat.graphs.nodes import storage_bytes
 from fxremat.graphs.op_key import op_key
 from fxremat.graphs.overwriting import PLACE, overwriting, overwritten
 from fxremat.graphs.region import Region, laid_out
+from fxremat.ops.random import GeneratorStates
 from fxremat.progress import progress
 from fxremat.step.costs import Costs, OpCost
 from fxremat.step.step_graph import Kind, Op
@@ -238,7 +239,7 @@ def quiet_world(device: torch.device) -> Iterator[None]:
         stack.enter_context(real_tensors())
         stack.enter_context(not_compiling())
         stack.enter_context(torch.no_grad())
-        stack.enter_context(kind.kept_random_state(device))
+        stack.enter_context(GeneratorStates({device}).kept())
         for computing in {"cpu", device.type} & KINDS.keys():
             stack.enter_context(torch.autocast(computing, enabled=False))
         stack.enter_context(kind.current(device))

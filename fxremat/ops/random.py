@@ -57,14 +57,22 @@ class GeneratorStates:
     """
 
     def __init__(self, devices: Set[torch.device]) -> None:
-        kinds = [(kind_of(device), device) for device in {HOST, *filter(accelerates, devices)}]
-        generators = [kind.generator(device) for kind, device in kinds if kind.can(Ability.GENERATORS)]
-        self._states = [(generator, generator.clone_state()) for generator in generators]
+        kinds = [(kind_of(device), device) for device in filter(accelerates, devices)]
+        others = [kind.generator(device) for kind, device in kinds if kind.can(Ability.GENERATORS)]
+        self._states = [(generator, generator.clone_state()) for generator in (torch.default_generator, *others)]
 
     def restore(self) -> None:
         """Set the generators to the saved states."""
         for generator, then in self._states:
             generator.set_state(then.get_state())
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Set the generators to the saved states when this context ends."""
+        try:
+            yield
+        finally:
+            self.restore()
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:

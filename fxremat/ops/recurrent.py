@@ -41,7 +41,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from fxremat.device import kind_of
 from fxremat.errors import FxrematError, NotSymbolic
-from fxremat.ops.random import HOST
+from fxremat.ops.random import HOST, GeneratorStates
 from fxremat.torch_private import (
     autograd_inside_of_ops,
     is_real,
@@ -480,7 +480,7 @@ def _apart(shapes: Sequence[Shape], device: torch.device) -> list[Tensor]:
 def _looks(text: str, device: torch.device) -> _Looks:
     """Run a layer and its backward once; generators stay as they are."""
     layer = Layer.parse(text)
-    with real_tensors(), kind_of(device).kept_random_state(device):
+    with real_tensors(), GeneratorStates({device}).kept():
         given = _samples(layer, device)
         lasting = _lasting(given, layer) if layer.draws else []
         results, held, graph = _run(given, layer)

@@ -399,7 +399,7 @@ class Backend:
             return
         if loss.anew and self._mem_with_room is not None:
             self.options, self._mem_with_room = replace(self.options, mem=self._mem_with_room), None
-            seen = replace(self.options.loss_seen or SeenLoss(), peaks=(), held=())
+            seen = (self.options.loss_seen or SeenLoss()).without_points()
             seen = seen.with_peak(loss.assumed, loss.peak or 0).with_held(loss.assumed, max(0, loss.held))
             self._plan_for_other_loss(ran, seen)
             return
@@ -428,7 +428,7 @@ class Backend:
             better = ""  # a larger loss between forward and backward would make no room there
         seen = known or SeenLoss()
         if loss.anew:
-            seen = replace(seen, peaks=(), held=())
+            seen = seen.without_points()
         if loss.assumed:
             if loss.peak is not None:
                 seen = seen.with_peak(loss.assumed, peak)

@@ -100,17 +100,20 @@ def order_within(graph: StepGraph, costs: Costs, budget: int) -> Sequence[int] |
 
     That is the order of a program of nearly the least memory by blocks, or, where that does not fit, op by op.
     """
-    layout, judge = next(_layouts(graph, costs, FINEST)), _Judge(graph, costs)
-    coarse = _nearly_least(layout, judge, judge.keep_everything(layout).peak)
+    coarse, judge = _coarse(graph, costs)
     candidates = [coarse] if coarse.peak <= budget else _lowest(graph, costs, coarse, judge)
     return next((each.order().ops for each in candidates if each.peak <= budget), None)
 
 
 def order_of_least(graph: StepGraph, costs: Costs) -> Sequence[int]:
     """Return an order of the ops, with recomputations, in which the step takes nearly the least memory."""
+    return _lowest(graph, costs, *_coarse(graph, costs))[-1].order().ops
+
+
+def _coarse(graph: StepGraph, costs: Costs) -> tuple[Candidate, _Judge]:
+    """Return a candidate of nearly the least memory by blocks, for the first way to cut, and what evaluated it."""
     layout, judge = next(_layouts(graph, costs, FINEST)), _Judge(graph, costs)
-    coarse = _nearly_least(layout, judge, judge.keep_everything(layout).peak)
-    return _lowest(graph, costs, coarse, judge)[-1].order().ops
+    return _nearly_least(layout, judge, judge.keep_everything(layout).peak), judge
 
 
 def _lowest(graph: StepGraph, costs: Costs, coarse: Candidate, judge: _Judge) -> tuple[Candidate, ...]:
