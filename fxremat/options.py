@@ -381,8 +381,6 @@ class Options:
         """Name of the option that needs a model captured as one graph, for error messages; "": there is none."""
         if self.plan:
             return "a saved plan"
-        if self.hosts_weights:
-            return "offload=Offload(weights=True)"
         if self.offloads_by_chain:
             return f"offload with solver={self.solver!r}"
         if self.was_told_to_compile and (self.host or self.slicing):

@@ -89,6 +89,7 @@ class PlannedGraphs:
     minimum: int  # smallest budget in bytes with which all known sequences of calls can run
     calls: tuple[PlannedCall, ...]
     paths: tuple[KnownPath, ...]
+    weights: int = 0  # bytes of parameters that live on the host
 
     @classmethod
     def of(
@@ -104,8 +105,14 @@ class PlannedGraphs:
         keep_all_peak: int,
         minimum: int,
         paths: tuple[KnownPath, ...],
+        weights: int = 0,
+        updates: int = 0,
     ) -> Self:
-        """Return the plan of a path; `names` and `graphs` are those of its calls."""
+        """Return the plan of a path; `names` and `graphs` are those of its calls.
+
+        Args:
+            updates: bytes on the device during `optimizer.step()`, where that moves parameters from and to the host.
+        """
         calls = tuple(
             PlannedCall(
                 name=name,
@@ -125,11 +132,12 @@ class PlannedGraphs:
             broken_at=broken_at,
             python=python,
             budget=budget,
-            predicted_peak=path.peak,
+            predicted_peak=max(path.peak, updates),
             keep_all_peak=keep_all_peak,
             minimum=minimum,
             calls=calls,
             paths=paths,
+            weights=weights,
         )
 
     @property
@@ -228,6 +236,8 @@ class PlannedGraphs:
             copying = sum(1 for call in self.calls if call.program.hosted)
             calls = format_count(copying, "call")
             yield "offloads", f"{format_bytes(self.hosted)} of what {calls} saved wait on the host"
+        if self.weights:
+            yield "weights", f"{format_bytes(self.weights)} live on the host; each call brings those that it reads"
         for function in self.python[:_FUNCTIONS]:
             yield "stays Python", f"{function}: only what it calls is planned"
         if len(self.paths) > 1:

@@ -10,7 +10,7 @@ import torch
 from benchmarks import combinations
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-REFUSED = {("hosted", "break")}
+REFUSED: set[tuple[str, ...]] = set()
 # three at once: several graphs by other means, and compiled kernels with weights on the host
 OTHERS = ("dynamic", "accumulation", "autocast", "outside")
 THREE = [

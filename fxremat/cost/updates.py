@@ -16,7 +16,7 @@ from fxremat.graphs.accounting import held
 from fxremat.graphs.captured import Captured
 from fxremat.host.tier import span_bytes
 from fxremat.step.costs import Costs, ParameterUpdate
-from fxremat.torch_private import unprofiled
+from fxremat.torch_private import unprofiled, without_memory
 
 
 def units_of(
@@ -55,6 +55,30 @@ def units_of(
         if later:
             unit = unit.in_the_optimizers_step
         units.append(unit)
+    return units
+
+
+def units_of_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> list[ParameterUpdate]:
+    """Return the measured cost of the update in `optimizer.step()` of each parameter of an optimizer, on a device.
+
+    The `value` of each is the parameter's index in the optimizer.
+    """
+    units = list[ParameterUpdate]()
+    known: dict[tuple[Any, ...], ParameterUpdate] = {}
+    for place, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            key = tuple(parameter.shape), parameter.stride(), parameter.dtype, place
+            if key not in known:
+                like = without_memory(parameter, device)
+                seconds, state, workspace = unprofiled(partial(measure_update, optimizer, like, place))
+                known[key] = ParameterUpdate(
+                    value=0,
+                    bytes=held(span_bytes(parameter), device),
+                    state_bytes=state,
+                    workspace=workspace,
+                    seconds=seconds,
+                )
+            units.append(replace(known[key].in_the_optimizers_step, value=len(units)))
     return units
 
 

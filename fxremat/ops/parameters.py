@@ -94,6 +94,7 @@ class Weights:
         check_optimizer(optimizer)
         self.later = later
         self._gradients: dict[int, torch.Tensor] = {}  # by number: the host's memory of a gradient that waits there
+        self._sums: dict[int, torch.Tensor] = {}  # the same of the backward that runs, where several graphs make it
         self._aside: dict[int, torch.Tensor] = {}  # gradients that the user's `step` does not see, as they are used
         self._updating = False  # True inside of the user's `step`, where updates run later
         self.name = f"weights-{next(_numbers)}"
@@ -436,6 +437,43 @@ class Weights:
             self._gradients[number] = parameter.grad = home = self.tier.host_like(self.hosted[number])
         self.tier.store(total, home)
         self._leaving[number] = {"grad": total}
+
+    def add_up(self, number: int, gradient: torch.Tensor) -> None:
+        """Add a gradient to those that the running backward has made of a parameter on the host, which live there.
+
+        They are parts of one gradient, from several graphs; `add_sum` adds it to those of earlier backwards.
+        """
+        parameter, home = self._all[number], self._sums.get(number)
+        if not parameter.requires_grad:
+            return
+        if home is None:
+            total = _alone(gradient, parameter)
+            self._sums[number] = home = self.tier.host_like(self.hosted[number])
+        else:
+            total = self.tier.prefetch(home, self.device)
+            self.tier.wait(home)
+            total.add_(gradient)
+        self.tier.store(total, home)
+        self.tier.release(home)
+
+    def add_sum(self, number: int) -> None:
+        """Add what the running backward has made of a parameter's gradient to that of earlier backwards."""
+        home, before = self._sums.pop(number, None), self._gradients.get(number)
+        if home is None:
+            return
+        if before is None:
+            self._gradients[number] = self._all[number].grad = home
+            return
+        total, here = self.tier.prefetch(before, self.device), self.tier.prefetch(home, self.device)
+        self.tier.wait(before)
+        self.tier.wait(home)
+        self.tier.store(total.add_(here), before)
+        self.tier.release(before)
+
+    def forget_sums(self) -> None:
+        """Discard what a backward has made of gradients that autograd did not ask for, or because it failed."""
+        self._sums = {}
+        self.tier.synchronize()
 
     def _update(self, weight: torch.Tensor, gradient: torch.Tensor, number: int) -> None:
         """Run the optimizer's update of one parameter, and send it home with its state if it lives on the host."""

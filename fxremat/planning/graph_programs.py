@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -69,7 +70,8 @@ class SizedPrograms:
     """The programs (ways to run forward and backward) of one graph, at certain input sizes."""
 
     programs: Sequence[CallProgram]
-    keep_all: CallProgram  # single ops without recomputation, to which budgets in percent refer
+    # single ops without recomputation, to which budgets in percent refer; with all inputs on the device
+    keep_all: CallProgram
     outputs: Mapping[int, int]  # bytes of each output that the graph allocates, by value
     gradients: int  # total bytes of the gradients that the graph's backward returns
     inputs: Mapping[int, int]  # bytes of each input, by value
@@ -83,21 +85,29 @@ class SizedPrograms:
 
     @classmethod
     def of(
-        cls, graph: Captured, sized: SizedCosts, programs: Sequence[CallProgram], keep_all: CallProgram
+        cls,
+        graph: Captured,
+        sized: SizedCosts,
+        programs: Sequence[CallProgram],
+        keep_all: CallProgram,
+        fetched: Mapping[int, int] = MappingProxyType({}),
     ) -> SizedPrograms:
         """Return these programs, with the bytes of inputs, outputs and gradients at the sizes that the costs are for.
+
+        Args:
+            fetched: the inputs that live on the host -> their bytes. Gradients of theirs do not stay on the device.
         """
         bytes_of = sized.costs.sizes.values
         at = partial(AtOtherSizes, costs=sized.costs, copies=sized.copies, held=sized.held)
-        found = at(programs)
+        found = at(programs, fetched=fetched)
         return cls(
             programs=found,
-            keep_all=found[0] if programs[0] is keep_all else at([keep_all])[0],
+            keep_all=found[0] if programs[0] is keep_all and not fetched else at([keep_all])[0],
             inputs={value: bytes_of[value] for value in map(graph.value_of.get, graph.primals) if value is not None},
             largest=sized.largest,
             layouts=sized.layouts,
             outputs={value: bytes_of[value] for value in kept_outputs(graph)},
-            gradients=sum(bytes_of[value] for value in graph.returned),
+            gradients=max(0, sum(bytes_of[value] for value in graph.returned) - sum(fetched.values())),
         )
 
 

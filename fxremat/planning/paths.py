@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -90,6 +90,15 @@ def _largest_op(graph: Graph, program: CallProgram, phase: str) -> str:
     return op_at(steps, max(places, key=during.__getitem__)) if places else "nothing"
 
 
+@dataclass(frozen=True)
+class WeightsOnHost:
+    """Parameters that live on the host, and come to the device for each call that reads them."""
+
+    bytes: int  # of the parameters
+    held: int  # bytes of the parameters, their gradients and optimizer state, which budgets in percent include
+    updates: int  # bytes on the device while the optimizer updates the parameter that needs most
+
+
 class PathPlans:
     """The known paths (sequences of graph calls) of a model that is several graphs, and the plan for all of them.
 
@@ -103,12 +112,21 @@ class PathPlans:
         broken_at: the source line where the first graph ends.
         within: whether they are. The other one's budget bounds them, so that these are planned for their least memory
             where they do not fit into their own.
+        weights: the parameters that live on the host, if any do.
     """
 
     def __init__(
-        self, options: Options, model: str, broken_at: str, device: torch.device, *, within: bool = False
+        self,
+        options: Options,
+        model: str,
+        broken_at: str,
+        device: torch.device,
+        *,
+        within: bool = False,
+        weights: WeightsOnHost | None = None,
     ) -> None:
         self.limit: Limit | None = None
+        self._weights = weights
         self._options, self._model, self._broken_at, self._device = options, model, broken_at, device
         self._names: WeakKeyDictionary[Node, str] = WeakKeyDictionary()
         # names of functions that call graphs and run as plain Python, as an ordered set
@@ -132,8 +150,10 @@ class PathPlans:
 
     def _set_limit(self) -> None:
         if self._last or not isinstance(self._options.budget, Percent | Least):
-            everything, least = lambda: paths.keep_all(self.root), self._least
-            self.limit = limit_of_paths(self._options, self._device, self._largest, everything, least)
+            self.limit = limit_of_paths(self._options, self._device, self._largest, self._everything, self._least)
+            if self._weights and self.limit.bytes < self._weights.updates:
+                error = BudgetTooSmall(minimum=self._weights.updates, budget=self.limit.bytes)
+                raise self.limit.explained(error, "optimizer.step() updates the largest parameter")
 
 
     def next(self, node: Node, graph: Graph, at: SizedPrograms) -> tuple[Node, bool]:
@@ -254,7 +274,7 @@ class PathPlans:
 
     def _choose(self, mem: int) -> None:
         paths.forget(self.root)
-        paths.plan_within(self.root, mem, self._options.host_limit)
+        paths.plan_within(self.root, mem, self._host_limit)
         self._plan = paths.planned(self._last, mem)
         self.planned += 1
 
@@ -276,7 +296,18 @@ class PathPlans:
             self.take(replace(self._options, mem="min"))
 
     def _least(self) -> int:
-        return paths.least(self.root, self._options.host_limit)
+        least = paths.least(self.root, self._host_limit)
+        return max(least, self._weights.updates) if self._weights else least
+
+    def _everything(self) -> int:
+        """Return the peak in bytes of a step that recomputes nothing, with all parameters on the device."""
+        return paths.keep_all(self.root) + (self._weights.held if self._weights else 0)
+
+    @property
+    def _host_limit(self) -> int | None:
+        """Bytes of saved values that may be on the host at a time, beside the parameters there; None: no limit."""
+        limit = self._options.host_limit
+        return max(0, limit - self._weights.bytes) if limit is not None and self._weights else limit
 
     def take(self, options: Options) -> None:
         """Plan for another budget from the next call on."""
@@ -316,7 +347,7 @@ class PathPlans:
         """
         chosen = node.chosen(saved, self.mem) if self.mem is not None else None
         number = at.programs.index(self._unplanned(node, at)) if chosen is None else chosen
-        limit = self._options.host_limit
+        limit = self._host_limit
         if limit is not None and hosted + at.programs[number].hosted > limit:
             return at.programs.index(least_of(at.run_again))
         return number
@@ -445,8 +476,10 @@ class PathPlans:
             broken_at=self._broken_at,
             python=tuple(self._python),
             budget=self.mem,
-            keep_all_peak=paths.keep_all(self.root),
+            keep_all_peak=self._everything(),
             minimum=self._least(),
+            weights=self._weights.bytes if self._weights else 0,
+            updates=self._weights.updates if self._weights else 0,
             paths=self._paths(self.mem),
         )
 

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -89,6 +90,7 @@ class CalledGraph:
         tier: the name of the host tier to which programs copy values; "": they copy none.
         may_run_again: False if the forward has an op that is not to run again, so that what is saved stays.
         search: returns programs for the costs at larger sizes, for which those of `joint` may not be the best.
+        hosted: the parameters that live on the host, as indices of primals -> their bytes.
     """
 
     def __init__(
@@ -102,8 +104,13 @@ class CalledGraph:
         *,
         may_run_again: bool = True,
         search: Callable[[Costs], Sequence[CallProgram]] | None = None,
+        hosted: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.joint, self.costs = joint, costs
+        self.input_values = [joint.value_of.get(node) for node in joint.primals]
+        self.hosted = frozenset(hosted)
+        values = ((self.input_values[place], size) for place, size in hosted.items())
+        self._fetched = {value: size for value, size in values if value is not None}
         self._search, self._searched = search, [sum(costs.sizes.values)]  # bytes of all values, at each search
         self._sizes = symbolic
         self._symbolic = symbolic.as_captured(joint) if symbolic else joint
@@ -117,7 +124,7 @@ class CalledGraph:
         now = symbolic.shaping_of(symbolic.dims) if symbolic else ()
         # by the sizes that shape tensors
         self._at: dict[Dims, SizedPrograms] = {
-            now: SizedPrograms.of(joint, SizedCosts.of(joint, costs), programs, keep_all)
+            now: SizedPrograms.of(joint, SizedCosts.of(joint, costs), programs, keep_all, self._fetched)
         }
         self._costs = CostsAtSizes(symbolic, joint, costs) if symbolic else None
         self.random = any(op.random for op in joint.ops)
@@ -126,7 +133,6 @@ class CalledGraph:
             joint.value_of.get(node) if isinstance(node, fx.Node) else None for node in joint.forward_outputs
         ]
         self.behind_numbers = _behind_numbers(joint)
-        self.input_values = [joint.value_of.get(node) for node in joint.primals]
         written = [joint.value_of.get(node) in joint.mutated_primals for node in joint.primals]
         self.overwritten = [*itertools.compress(range(len(written)), written)]  # indices of primals
         self.unwritten = [place for place, is_written in enumerate(written) if not is_written]
@@ -151,9 +157,15 @@ class CalledGraph:
 
     def with_gradients_apart(self, primals: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the leaves among the primals of a call whose gradients others may overwrite, by the gradient's index.
+
+        Not those of parameters that live on the host.
         """
-        given = ((at, primals[place]) for place, at in self._apart_at)
+        given = ((at, primals[place]) for place, at in self._apart_at if place not in self.hosted)
         return {at: x for at, x in given if x.is_leaf and x.requires_grad}
+
+    def gradients_of(self, places: Iterable[int]) -> list[tuple[int, int]]:
+        """Return, for primals with these indices, the index and that of the gradient."""
+        return [(place, self._gradient_at[place]) for place in places]
 
     def name_with(self, parameters: Iterable[str | None]) -> str:
         """Return a name for a call: the module that contains all of these parameters, else the graph's first code line.
@@ -184,7 +196,8 @@ class CalledGraph:
             self._search_at(sized.costs)
             if len(self._at) > REMEMBERED:
                 del self._at[next(reversed(self._at))]
-            self._at[shaping] = SizedPrograms.of(self.joint, sized, self._programs, self._keep_all)
+            known = self._programs, self._keep_all
+            self._at[shaping] = SizedPrograms.of(self.joint, sized, *known, self._fetched)
         return self._at[shaping]
 
     def _search_at(self, costs: Costs) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -106,12 +106,12 @@ class Step:
     def gradients_behind(self) -> list[int]:
         """For each call, the bytes of new parameter gradients that the backwards of later calls make.
 
-        A gradient counts for one call only.
+        A gradient counts for one call only, and not at all if it goes to the host.
         """
         behind, seen, total = [], set[int](), 0
         for call in reversed(self.calls):
             behind.append(total)
-            tensors = (x for x in call.primals if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf)
+            tensors = (x for x in call.on_device if x.requires_grad and x.is_leaf)
             for tensor in tensors:
                 if tensor.grad is None and id(tensor) not in seen:
                     seen.add(id(tensor))
@@ -280,11 +280,17 @@ class Call:
         weakref.finalize(token, self._forget)
         return token
 
+    @property
+    def on_device(self) -> Iterator[torch.Tensor]:
+        """The inputs that are tensors, without the parameters that live on the host."""
+        given = (x for place, x in enumerate(self.primals) if place not in self.graph.hosted)
+        return (x for x in given if isinstance(x, torch.Tensor))
+
     def _watch_inputs(self) -> None:
         given = zip(self.graph.input_values, self.primals, strict=True)
         tensors = [(value, x) for value, x in given if value is not None and isinstance(x, torch.Tensor)]
         shared = Counter(storage_of(x) for _, x in tensors)
-        self.leaves = frozenset(id(x) for _, x in tensors if x.is_leaf and x.requires_grad)
+        self.leaves = frozenset(id(x) for x in self.on_device if x.is_leaf and x.requires_grad)
         alone = ((value, x) for value, x in tensors if shared[storage_of(x)] == 1)
         self._inputs = {value: storage_watch(x) for value, x in alone if is_allocated(x)}
 

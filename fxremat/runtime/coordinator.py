@@ -33,13 +33,14 @@ from fxremat.ops.random import GeneratorStates, devices_of
 from fxremat.options import Options
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.planning.limits import Limit
-from fxremat.planning.paths import Numbers, PathPlans, is_smaller
+from fxremat.planning.paths import Numbers, PathPlans, WeightsOnHost, is_smaller
 from fxremat.planning.step import Step as CapturedGraph
 from fxremat.planning.surveys import order_within_limit
 from fxremat.runtime.called_graph import CalledGraph, current
 from fxremat.runtime.calls import Call, Output, Step
 from fxremat.runtime.emitted import Emitted
 from fxremat.runtime.gradient_sums import GradientSums
+from fxremat.runtime.hosted_weights import HostedWeights, ResidentWeights
 from fxremat.runtime.step_memory import OtherModels, Unmeasured, meter_of
 from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.call_programs import CallProgram
@@ -77,6 +78,7 @@ class Coordinator:
         broken_at: the source line where the first graph ends, for reports.
         device: the device that the model computes on.
         parameters: returns the model's parameters with their names; "" for an unknown name.
+        weights: the parameters that live on the host, if any do.
     """
 
     def __init__(
@@ -86,11 +88,14 @@ class Coordinator:
         broken_at: str,
         device: torch.device,
         parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple,
+        weights: HostedWeights | None = None,
     ) -> None:
-        self.plans = PathPlans(options, model, broken_at, device)
+        on_host = None if weights is None else WeightsOnHost(weights.bytes, weights.held, weights.most_updated)
+        self.plans = PathPlans(options, model, broken_at, device, weights=on_host)
         # of the steps that are a part of another compiled model's: other memory is allocated in them between the calls
-        self.plans_within = PathPlans(options, model, broken_at, device, within=True)
+        self.plans_within = PathPlans(options, model, broken_at, device, within=True, weights=on_host)
         self.device, self._parameters = device, parameters
+        self._weights = weights or ResidentWeights()
         self._gradients = options.loss_outside.gradients
         self._sums = GradientSums(device)
         self.steps = 0  # number of steps that have begun
@@ -154,6 +159,7 @@ class Coordinator:
         Raises:
             BudgetTooSmall: the last step's sequence of calls does not fit into the budget; nothing has run.
         """
+        self._weights.begin()
         if self._step is not None and self._step.goes_on:
             self._step.enter()
         else:
@@ -317,12 +323,20 @@ class Coordinator:
         self._make_room(step, node.before, at.programs[number].forward, node)
         random = GeneratorStates(devices_of(primals)) if graph.random else None
         call = Call(step, graph, dims, at, node, number, graph.emitted(number), list(primals), step.forwards, random)
-        outputs, saved = graph.run_forward(call.emitted, dims, primals)
+        outputs, saved = self._weights.run_forward(graph, call.emitted, dims, primals)
         token = call.keep(outputs, saved)
         step.calls.append(call)
         step.node = node
         step.note("ran", node)
         return outputs, token
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is a parameter that lives on the host."""
+        return tensor in self._weights
+
+    def with_weights(self, arguments: Sequence[Any]) -> list[Any]:
+        """Return the arguments of a graph without a backward, with the weights among them on the device."""
+        return self._weights.brought(arguments)
 
     def keep_values(self, overwritten: Sequence[torch.Tensor]) -> None:
         """Copy what a graph without a backward overwrites, as `forward` does for one that has a backward."""
@@ -351,7 +365,7 @@ class Coordinator:
 
     @property
     def _with_gradient(self) -> Iterator[torch.Tensor]:
-        return (parameter for _, parameter in self._parameters() if parameter.grad is not None)
+        return (p for _, p in self._parameters() if p.grad is not None and p not in self._weights)
 
     def _without_freed_gradients(self, step: Step) -> None:
         """Let a step begin without the gradients that the model has freed before its first graph, by `zero_grad()`."""
@@ -403,6 +417,7 @@ class Coordinator:
         unused, again = unused_outputs(), backward_keeps_graph()
         if not step.in_backward:
             after_backward(partial(self._returned, step))
+        self._weights.begin_backward()
         step.reach(call)
         step.note("backward", node)
         call.differentiated = True
@@ -428,18 +443,19 @@ class Coordinator:
             emitted, saved = self._run_again(call, added)
         else:
             self._make_room(step, node.back, node.backward(call.program, added), node, call)
-            emitted, saved = call.emitted, list(call.saved)
+            emitted, saved = call.emitted, self._weights.restored(call.saved)
             call.known_need = node.backward(call.program, added) - node.excess
         given = [(storage_watch(x), x.nbytes) for x in tangents if isinstance(x, torch.Tensor)] if step.measured else []
+        primals = call.primals
         if not again:
             call.free()
         gradients = call.graph.run_backward(emitted, call.dims, saved, tangents, sums, unused)
+        gradients = self._weights.keep(call.graph, without(gradients, call.graph.outputs_needed, unused), primals)
         if step.measured and not again:
             node.free(call.dead_inputs)
             if not holds_gradients():  # in other versions of PyTorch these gradients are counted already
                 node.shared = max(node.shared, sum(size for is_alive, size in given if is_alive()))
         step.note("returned", node)
-        gradients = without(gradients, call.graph.outputs_needed, unused)
         self._sums.begin({place: x for place, x in summed.items() if place not in sums}, gradients)
         return gradients
 
@@ -482,7 +498,7 @@ class Coordinator:
         self._make_room(step, node.back, need(program), node, call)
         emitted = call.graph.emitted(at.programs.index(program))
         with call.random.replayed() if call.random else contextlib.nullcontext():
-            _, saved = call.graph.run_forward(emitted, call.dims, list(call.primals))
+            _, saved = self._weights.run_again(call.graph, emitted, call.dims, call.primals)
         return emitted, saved
 
 

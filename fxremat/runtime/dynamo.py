@@ -33,7 +33,7 @@ from fxremat.cost.workspaces import make_workspaces, warn_of_trials
 from fxremat.data_stack import with_room_for_calls
 from fxremat.device import kind_of
 from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError, InvalidBudget, NotSymbolic
-from fxremat.graphs.accounting import device_of, held_beside_copies, largest_tensor
+from fxremat.graphs.accounting import device_of, held, held_beside_copies, largest_tensor
 from fxremat.graphs.captured import Captured, inputs_of, read_joint, with_updates_inside
 from fxremat.graphs.cudnn_batch_norm import batch_norms_of_cudnn
 from fxremat.graphs.handed_in import layout_of
@@ -42,6 +42,7 @@ from fxremat.graphs.nodes import tangents_in
 from fxremat.graphs.region import runnable
 from fxremat.graphs.symbolic import SymbolicGraph, has_symbolic_sizes
 from fxremat.host.default import default_tier
+from fxremat.host.tier import span_bytes
 from fxremat.ops.parameters import Weights
 from fxremat.ops.recurrent import lending
 from fxremat.options import Options, SeenLoss, check_name, options_of
@@ -123,6 +124,15 @@ NOTED = 1.001  # a loss with which a step exceeds its plan by this factor is a w
 MANY_SIZES = 3  # after this many combinations of input sizes a warning says what each new one costs
 
 
+UNREAD = (
+    "a graph of {model} cannot be planned, so that it cannot read weights that live on the host ({told}): leave "
+    "weights=True out, or keep its parameters out of the optimizer that fxremat.compile is given"
+)
+WRITTEN = (
+    "forward writes to {named}, which the step updates itself with Offload(weights=True) (an Embedding with max_norm "
+    "does, and clamping in forward): write to it after optimizer.step(), or give it to another optimizer than the one "
+    "that fxremat.compile takes"
+)
 FOREIGN = (
     "none of the optimizer's parameters is one of the model's; where they were replaced, as by "
     "load_state_dict(assign=True), make the optimizer anew, and pass both to fxremat.compile"
@@ -262,12 +272,10 @@ class Backend:
             nested = any(isinstance(each, torch.Tensor) and each.is_nested for each in inputs)
             if not refused or (any(isinstance(size, torch.SymInt) for size in inputs) and not nested):
                 raise  # where sizes change, dynamo is asked again for fixed ones
-            log.warning(
-                "a graph of %s cannot be planned, and runs as plain PyTorch: %s: %s",
-                self.model,
-                type(error).__name__,
-                str(error).partition("\n")[0],
-            )
+            told = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            if self.weights is not None and self.weights.device.type != "cpu":
+                raise CaptureError(UNREAD.format(model=self.model, told=told)) from error
+            log.warning("a graph of %s cannot be planned, and runs as plain PyTorch: %s", self.model, told)
             return module.forward
 
     def _differentiate(
@@ -328,7 +336,10 @@ class Backend:
                 "budget. Return the loss and differentiate it outside, or call its backward()",
                 self.model,
             )
-        return boxed(graph)
+        run, coordinator = boxed(graph), self.coordinator
+        if coordinator is None or self.weights is None:
+            return run
+        return taking_a_list(lambda arguments: run(coordinator.with_weights(arguments)))
 
     def _keeping_values(self, module: fx.GraphModule, written: Sequence[int]) -> Callable[..., Any]:
         """Return a function that first copies what it overwrites for graphs of the step whose backwards read it.
@@ -343,7 +354,10 @@ class Backend:
 
         def call(*inputs: Any) -> Any:
             given = (*own, *inputs)
-            coordinator.keep_values([given[place] for place in written])
+            overwritten = [given[place] for place in written]
+            if any(map(coordinator.is_on_host, overwritten)):
+                raise FxrematError(WRITTEN.format(named="a parameter"))
+            coordinator.keep_values(overwritten)
             return module.forward(*inputs)
 
         return call
@@ -824,8 +838,31 @@ class Backend:
         if graph is not None and not coordinator.plans.keeps_all:
             search = partial(programs_of_single_ops, joint, options=self.options, tier=tier)
         return CalledGraph(
-            joint, graph, costs, programs, keep_all, name, may_run_again=may_run_again, search=search
+            joint,
+            graph,
+            costs,
+            programs,
+            keep_all,
+            name,
+            may_run_again=may_run_again,
+            search=search,
+            hosted=self._hosted_by(joint),
         )
+
+    def _hosted_by(self, joint: Captured) -> dict[int, int]:
+        """Return the parameters that live on the host among the inputs of one graph of several: place -> bytes."""
+        if self.weights is None:
+            return {}
+        own, found = set(map(id, self.weights.parameters())), dict[int, int]()
+        for place, node in enumerate(joint.primals):
+            at = input_place(node)
+            if at is None or id(self._inputs[at]) not in own:
+                continue
+            if joint.value_of[node] in joint.mutated_primals:
+                raise FxrematError(WRITTEN.format(named=f"the parameter {self._names[at] or node.name}"))
+            shown = node.meta["val"]
+            found[place] = held(span_bytes(shown), shown.device)
+        return found
 
     def _check_layouts(self, step: Step, *, symbolic: bool = False) -> None:
         """Measure a step that is only captured, and check that results have the strides that they were traced with.
@@ -1011,11 +1048,7 @@ class Backend:
             settled=hosted if self.plans else None,
         )
         if written := sorted(numbers.keys() & joint.mutated_primals):
-            raise FxrematError(
-                f"forward writes to {named(trained, written)}, which the step updates itself with "
-                "Offload(weights=True) (an Embedding with max_norm does, and clamping in forward): write to it after "
-                "optimizer.step(), or give it to another optimizer than the one that fxremat.compile takes"
-            )
+            raise FxrematError(WRITTEN.format(named=named(trained, written)))
         joint = with_updates_inside(joint, set(numbers))
         if idle := sorted(hosted - joint.updates_of.keys()):
             raise FxrematError(

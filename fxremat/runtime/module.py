@@ -50,6 +50,7 @@ from fxremat.runtime.capture_errors import explained, is_not_one_graph, note_fai
 from fxremat.runtime.changing_attributes import ChangingAttributes
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.dynamo import Backend, Reached, Until
+from fxremat.runtime.hosted_weights import HostedWeights
 from fxremat.runtime.last_call import SEVERAL_CALLS, LastCall
 from fxremat.runtime.plain_errors import plain_error
 from fxremat.runtime.replaced_forward import PlannedChild, has_forward, largest_child, replaced_in
@@ -135,6 +136,10 @@ UNREDUCED = (
 MADE_INPUTS = (
     "forward pre-hooks of %s make %s of inputs, and the budget counts no inputs: make them in forward, or take as much "
     "off mem"
+)
+LATER = (
+    "%s is several graphs, each of which may give a parameter a part of its gradient: parameters on the host are "
+    'updated in optimizer.step(), as with Offload(weights=True, updates="step")'
 )
 TRANSFORMS = {
     "torch.func": "a transform of torch.func (grad, vmap, ...)",
@@ -275,7 +280,12 @@ class _Training:
             return alive.named_parameters() if (alive := model()) is not None else ()
 
         backend.options = backend.options.without_choice()
-        backend.coordinator = coordinator = Coordinator(backend.options, backend.model, where, device, parameters)
+        weights = HostedWeights(backend.weights) if backend.weights is not None else None
+        if weights is not None and backend.options.host is not None and backend.options.host.updates == "backward":
+            log.warning(LATER, backend.model)
+        backend.coordinator = coordinator = Coordinator(
+            backend.options, backend.model, where, device, parameters, weights
+        )
         name = f"{backend.options.method} of {backend.model}"
         dynamic = None if backend.options.may_change is False else backend.options.may_change
         self.in_parts = compiled_in_parts(self.plain, backend, name, dynamic, coordinator.capturing)
@@ -283,7 +293,7 @@ class _Training:
 
     def share_budget(self) -> None:
         """Plan several calls before one backward together from now on; where that cannot be, warn once instead."""
-        if reason := self.needs_one_graph:
+        if reason := self.needs_one_graph or ("a model whose weights live on the host" if self.backend.weights else ""):
             self.last_call.tell_once(self.backend.model, reason, stacklevel=7)
             return
         self._coordinate().ignore_next_step()
@@ -490,8 +500,8 @@ def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, An
         training.may_try = False
     coordinator = training.backend.coordinator
     for _ in range(TRIALS):
-        if coordinator is None or Inside(module).plan is not None:
-            break
+        if coordinator is None or training.backend.weights is not None or Inside(module).plan is not None:
+            break  # steps with weights on the host need the optimizer, and are planned as they run
         try_steps(training.model, module, training.backend.options.method, args, kwargs)
         coordinator.settle()
     if (coordinator is None or coordinator.has_graphs) and Inside(module).plan is None:
@@ -840,8 +850,9 @@ def _forward_once(module: Any, training: _Training, args: tuple[Any, ...], kwarg
         if weights and backend.until is Until.RUN:
             backend.look_at_parameters(training.model)
             _settle(module, weights, args, kwargs)
+    in_place = training.in_parts is not None and weights is not None and weights.device.type == "cpu"
     try:
-        on_device = weights.seen_on_the_device() if weights else contextlib.nullcontext()
+        on_device = weights.seen_on_the_device() if weights and not in_place else contextlib.nullcontext()
         with on_device, _gathering(module, training):
             whole = bool(training.needs_one_graph) or backend.options.fullgraph
             with left_to_python(frozenset() if whole else training.changing.growing(training.model)):
@@ -1043,11 +1054,13 @@ def _run_whole(training: _Training, args: tuple[Any, ...], kwargs: dict[str, Any
 def _settle(module: Any, weights: Weights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Plan, if there is no plan yet, and move weights to the host as planned, before a step that updates them itself.
     """
-    backend = module._fxremat.backend
-    if not backend.plans:
+    training = module._fxremat
+    backend = training.backend
+    if not backend.plans and training.in_parts is None:
         plan_now(module, args, kwargs)
-    weights.settle(backend.hosted)
-    weights.begin()
+    if training.in_parts is None:  # else the coordinator moves them
+        weights.settle(backend.hosted)
+        weights.begin()
 
 
 def _check_trainable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

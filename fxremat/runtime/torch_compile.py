@@ -51,7 +51,7 @@ class Graphs:
     ) -> None:
         self._parameters: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
         self._model = None if call.module is None else weakref.ref(call.module)
-        self._option, self._trained = options.needs_one_graph, 0
+        self._option, self._trained = _needing_one_graph(options), 0
         self.coordinator: Coordinator | None = None
         if not self._option:
             self.coordinator = Coordinator(options, call.name, broken_at, device, self._named)
@@ -90,6 +90,14 @@ class Graphs:
         return _step(self.coordinator)
 
 
+def _needing_one_graph(options: Options) -> str:
+    """Name the option that needs all of a call to be one graph here; "": there is none.
+
+    The module that `fxremat.compile` returns moves weights to the host and back, and here is none.
+    """
+    return "offload=Offload(weights=True)" if options.hosts_weights else options.needs_one_graph
+
+
 def graphs_of(options: Options, module: fx.GraphModule, inputs: Sequence[Any]) -> Graphs | None:
     """Return the `Graphs` that the graph being compiled belongs to; None if it is the only graph of the call.
 
@@ -99,7 +107,7 @@ def graphs_of(options: Options, module: fx.GraphModule, inputs: Sequence[Any]) -
     call, place = running_call(), graph_break_after(module)
     if call is None or (call.is_whole and place is None and call.function not in _known):
         return None
-    if (option := options.needs_one_graph) and place:
+    if (option := _needing_one_graph(options)) and place:
         raise CaptureError(ONE_GRAPH.format(place=f"it is broken at {place}", option=option))
     graphs = _known.get(call.function)
     if graphs is None:
@@ -164,7 +172,7 @@ class WholeGraph:
         """Plan calls of the running function together; warn once if the options forbid that."""
         call = running_call()
         assert call is not None
-        if option := self._options.needs_one_graph:
+        if option := _needing_one_graph(self._options):
             last.tell_once(call.name, option, stacklevel=4)
             return
         graphs = _known.get(call.function)

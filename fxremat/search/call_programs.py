@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Protocol, overload
 
 import numpy as np
@@ -106,12 +107,20 @@ class BackwardMemory:
     _peaks: dict[frozenset[int], int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, program: Program, sizes: Sizes, memory: Memory, values: Mapping[int, int] | None) -> BackwardMemory:
+    def of(
+        cls,
+        program: Program,
+        sizes: Sizes,
+        memory: Memory,
+        values: Mapping[int, int] | None,
+        fetched: Mapping[int, int] = MappingProxyType({}),
+    ) -> BackwardMemory:
         """Read the backward of a program.
 
         Args:
             memory: the bytes of the entire program.
             values: the program's values -> those of the captured graph, for the gradients; None: they are the same.
+            fetched: inputs that come from the host before it -> their bytes.
         """
         last, found = last_uses(program.steps[program.split :], len(program.version_of)), {}
         for value in program.layout.graph.returned:
@@ -119,6 +128,8 @@ class BackwardMemory:
             if known is not None and (position := last[program.first[value]]) >= 0:
                 found[known] = position, sizes.values[value]
         during = np.asarray(memory.during[program.split :], dtype=np.int64) - memory.at_split
+        for value, size in fetched.items():
+            during[: last[program.first[value]] + 1] += size
         return cls(during=during, gradients=found)
 
     def peak(self, added: frozenset[int] = frozenset()) -> int:
@@ -254,6 +265,7 @@ def judged(
     fused: Program | None = None,
     another: Another | None = None,
     built: Program | None = None,
+    fetched: Mapping[int, int] = MappingProxyType({}),
 ) -> CallProgram:
     """Return the program that runs ops in `order`, with its bytes and seconds. O(steps).
 
@@ -265,6 +277,8 @@ def judged(
         fused: the order's ops in compiled groups; None: they run one by one.
         another: what the graph that the program runs is to the captured graph; None: it is the captured graph.
         built: the program of all this, where it has been built before.
+        fetched: inputs that live on the host, and come to the device for the forward, and again for the backward ->
+            their bytes. Not with `another`.
     """
     program = built or fused or (on_host.program if on_host else order.program())
     graph = program.layout.graph
@@ -274,10 +288,12 @@ def judged(
     tangents = sum(sizes.values[value] for value in graph.tangent_values)
     made = kept_outputs(graph)
     read_late = {program.version_of[version] for step in program.steps[program.split :] for version in step.reads}
-    before = memory.during[: program.split]
-    working = BackwardMemory.of(program, sizes, memory, another.values if another else None)
-    backward = working.peak()
     outputs, inputs = read_late & made, read_late & graph.given
+    before: Sequence[int] = memory.during[: program.split]
+    if fetched:
+        before = _with_inputs(program, before, fetched, inputs)
+    working = BackwardMemory.of(program, sizes, memory, another.values if another else None, fetched)
+    backward = working.peak()
     if another is not None:
         outputs = {another.values[value] for value in outputs}
         inputs = {another.values[value] for value in inputs & another.values.keys()}
@@ -296,6 +312,22 @@ def judged(
         outputs=frozenset(outputs),
         inputs=frozenset(inputs),
     )
+
+
+def _with_inputs(
+    program: Program, during: Sequence[int], fetched: Mapping[int, int], saved: Set[int]
+) -> Sequence[int]:
+    """Return the bytes of a forward, step by step, with inputs that come before it, and are freed after their last use.
+
+    Args:
+        fetched: these inputs -> their bytes.
+        saved: inputs that the forward hands on to the backward, so that they are in memory to its end.
+    """
+    last, found = last_uses(program.steps[: program.split], len(program.version_of)), np.asarray(during, dtype=np.int64)
+    for value, size in fetched.items():
+        end = len(found) if value in saved else last[program.first[value]] + 1
+        found[:end] += size
+    return [*map(int, found)]
 
 
 def _with_copies(program: Program, sizes: Sizes, copies: Sequence[int]) -> int:
@@ -377,10 +409,15 @@ class AtOtherSizes(Sequence[CallProgram]):
     """
 
     def __init__(
-        self, programs: Sequence[CallProgram], costs: Costs, copies: Sequence[int] = (), held: int = 0
+        self,
+        programs: Sequence[CallProgram],
+        costs: Costs,
+        copies: Sequence[int] = (),
+        held: int = 0,
+        fetched: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self._programs = programs
-        self._costs, self._copies, self._held = costs, copies, held
+        self._costs, self._copies, self._held, self._fetched = costs, copies, held, fetched
         self._judged: dict[int, CallProgram] = {}
 
     def __len__(self) -> int:
@@ -402,7 +439,14 @@ class AtOtherSizes(Sequence[CallProgram]):
 
     def _moved(self, program: CallProgram) -> CallProgram:
         if program.another is not None:
-            return program
-        on_host = program.on_host.at(self._costs) if program.on_host else None
-        built = program.program
-        return judged(program.order, self._costs, self._copies, self._held, on_host=on_host, built=built)
+            more = sum(self._fetched.values())
+            return replace(program, forward=program.forward + more, backward=program.backward + more)
+        return judged(
+            program.order,
+            self._costs,
+            self._copies,
+            self._held,
+            on_host=program.on_host.at(self._costs) if program.on_host else None,
+            built=program.program,
+            fetched=self._fetched,
+        )

@@ -191,11 +191,3 @@ def test_a_solver_of_chains_that_offloads_needs_one_graph() -> None:
     ours = fxremat.compile(Talking(), mem="100%", offload=True, search=QUICK, solver="pofo")
     with pytest.raises(fxremat.CaptureError, match="several graphs, but offload with solver='pofo' needs one"):
         ours(rows())
-
-
-def test_weights_on_the_host_need_one_graph() -> None:
-    model = Talking()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ours = fxremat.compile(model, mem="100%", offload=Offload(weights=True), optimizer=optimizer, search=QUICK)
-    with pytest.raises(fxremat.CaptureError, match=r"several graphs, but offload=Offload\(weights=True\) needs one"):
-        ours(rows())
