@@ -48,6 +48,28 @@ def test_gradients_that_are_added_take_memory_as_if_they_were_not_returned(name:
         assert program.backward_adding(added) == judged_without(program, step, added).backward
 
 
+@few(20)
+@given(st.sampled_from(NAMES), st.integers(0, 1000))
+def test_inputs_from_the_host_take_memory_while_something_will_read_them(name: str, seed: int) -> None:
+    step, draw = saved(name), random.Random(seed)
+    given_values = sorted(step.graph.given)
+    fetched = {value: draw.randint(1, 10**6) for value in draw.sample(given_values, draw.randint(0, len(given_values)))}
+    for known in programs_of(name):
+        program = judged(known.order, step.costs, fetched=fetched)
+        steps = known.program.steps
+        reads = [{known.program.version_of[version] for version in each.reads} for each in steps]
+        memory = live_bytes(known.program, replace(step.costs.sizes, outside=0, root=0))
+        split = known.program.split
+        held = [
+            sum(size for value, size in fetched.items() if any(value in later for later in reads[place:]))
+            for place in range(len(steps))
+        ]
+        during = [bytes_of + more for bytes_of, more in zip(memory.during, held, strict=True)]
+        assert program.forward == max(during[:split], default=0)
+        assert program.backward == max(0, max(during[split:], default=0) - memory.at_split)
+        assert (program.saved, program.time, program.inputs) == (known.saved, known.time, known.inputs)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_adding_gradients_never_needs_more(name: str) -> None:
     programs, returned = programs_of(name), saved(name).graph.returned
