@@ -161,7 +161,6 @@ def several_at_once(settings: Mapping[str, Any]) -> Iterator[None]:
             lazy._use_lazy_graph_module_flag = before
 
 
-@functools.cache
 def link_in_any_folder() -> None:
     """Fix Inductor's linking if PyTorch is in a folder whose path has a space; this also affects `torch.compile`.
 
@@ -173,11 +172,14 @@ def link_in_any_folder() -> None:
     from torch._inductor.cpp_builder import BuildOptionsBase
 
     folders: Any = BuildOptionsBase.get_libraries_dirs
+    if getattr(folders, "quotes", False):  # done already, perhaps by another copy of this module
+        return
 
     def quoted(options: Any) -> list[str]:
         return [*map(shlex.quote, folders(options))]
 
     BuildOptionsBase.get_libraries_dirs = quoted  # type: ignore[method-assign, assignment]
+    vars(quoted)["quotes"] = True
 
 
 def _copy_outputs(graph: fx.GraphModule, strides: Sequence[tuple[int, ...] | None]) -> None:
