@@ -179,7 +179,7 @@ class _Call:
             task: the number of the backward.
         """
 
-        def has_run(*_: object) -> None:
+        def runs(*_: object) -> None:
             hook.remove()
             if backward_task() == task:
                 self._kept += 1
@@ -187,7 +187,7 @@ class _Call:
                     self.step.kept = self._kept
                     self.step.keeps(self._kept)
 
-        hook = self.node().register_hook(has_run)
+        hook = self.node().register_prehook(runs)  # one that runs after the node keeps the gradients of all outputs
 
     def _differentiable(self, _: Sequence[Tensor | None], __: Sequence[Any]) -> Sequence[Tensor | None]:
         """Return gradients that autograd can differentiate, to replace the planned ones.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -65,12 +65,14 @@ class _Outputs(NamedTuple):
 
     tensors: tuple[Tensor, ...]
     assumed: int  # bytes that plans reserve for a loss of them before it was measured
-    gradients: int  # bytes of their gradients when the model's backward begins
+    # bytes of their gradients when the model's backward begins, each with its index among those that this gets; None:
+    # the output is a view that AOTAutograd makes
+    gradients: tuple[tuple[int | None, int], ...]
 
     @classmethod
     def of(cls, trained: Sequence[Tensor], others: Sequence[Tensor]) -> _Outputs:
         """Count outputs that require grad, and others."""
-        assumed = gradients = 0
+        assumed, gradients = 0, list[tuple[int | None, int]]()
         left = dict[int, int]()  # numbers in each storage that no output before has
         outputs = [(tensor, True) for tensor in trained] + [(tensor, False) for tensor in others]
         for tensor, is_trained in sorted(outputs, key=lambda each: _is_expanded(each[0])):
@@ -78,8 +80,20 @@ class _Outputs(NamedTuple):
             counted = min(counted, left.get(storage, counted))
             left[storage] = max(0, left.get(storage, _numbers_in_storage(tensor)) - counted)
             assumed += assumed_for(counted, tensor.dtype, trained=is_trained)
-            gradients += counted * tensor.element_size() if tensor.requires_grad else 0
-        return cls((*trained, *others), assumed, gradients)
+            if tensor.requires_grad:
+                number = tensor.output_nr if is_compiled_backward(tensor.grad_fn) else None
+                gradients.append((number, counted * tensor.element_size()))
+        return cls((*trained, *others), assumed, tuple(gradients))
+
+
+def _arrived(sizes: Iterable[tuple[int | None, int]], gradients: Sequence[Tensor | None]) -> int:
+    """Return the bytes of the gradients of outputs that a backward got: of several losses, each may give some.
+
+    Args:
+        sizes: as in `_Outputs.gradients`.
+        gradients: those that it got, and None for the others.
+    """
+    return sum(size for number, size in sizes if number is None or gradients[number] is not None)
 
 
 class _Gradients(NamedTuple):
@@ -216,7 +230,7 @@ class LossMeter:
         if (before := levels_of(device)) is None:
             self._watch(node, known, leaves, meter)
             return meter is not None
-        look, judge = self._look(node, leaves), self._taking()
+        look, judge, sizes, assumed = self._look(node, leaves), self._taking(), known.gradients, known.assumed
 
         def tell(gradients: Sequence[Tensor | None]) -> None:
             handle.remove()
@@ -226,8 +240,8 @@ class LossMeter:
             (start, top), (level, highest) = before, now
             exact = highest > top
             peak = (highest if exact else max(level, start)) - start
-            held, fixed = level - start - known.gradients, look.found.others
-            judge(MeasuredLoss(assumed=known.assumed, peak=peak, held=held, early=0, fixed=fixed, exact=exact))
+            held, fixed = level - start - _arrived(sizes, gradients), look.found.others
+            judge(MeasuredLoss(assumed=assumed, peak=peak, held=held, early=0, fixed=fixed, exact=exact))
 
         handle, self._stop = node.register_prehook(tell), watching_backward(look, lambda: None)
         return False
@@ -267,10 +281,10 @@ class LossMeter:
         """
         looks, look = bool(outputs.tensors) and self.calls == 1, self._look(node, leaves)
         judge = self._taking()
-        assumed, gradients, known = outputs.assumed, outputs.gradients, {storage_of(t) for t in outputs.tensors}
+        assumed, sizes, known = outputs.assumed, outputs.gradients, {storage_of(t) for t in outputs.tensors}
         numbers = numbers_of_loss(outputs.tensors[0].device) if outputs.tensors else 0
         leaves_forward = meter.border() if meter is not None else None
-        reaches_backward = list[Border]()
+        reaches_backward = list[tuple[Border, int]]()  # with the bytes of the gradients that arrive there
         if meter is not None:
             meter.leave(0)
 
@@ -280,7 +294,7 @@ class LossMeter:
                 self._unwatch()
                 return
             if meter is not None and meter.measures_loss and meter.is_here:
-                reaches_backward.append(meter.border(in_backward=True))
+                reaches_backward.append((meter.border(in_backward=True), _arrived(sizes, gradients)))
                 return
             self._unwatch()
             found = made_from(current_node()) if looks else ()
@@ -293,10 +307,10 @@ class LossMeter:
             if not reaches_backward:
                 return
             self._unwatch()
-            (end,), start = reaches_backward, leaves_forward
+            ((end, arrived),), start = reaches_backward, leaves_forward
             if start is not None and start.level is not None and end.level is not None and end.peak is not None:
                 early, fixed = look.found
-                peak, held = max(0, end.peak - start.level - early), end.level - start.level - gradients - early
+                peak, held = max(0, end.peak - start.level - early), end.level - start.level - arrived - early
                 judge(MeasuredLoss(assumed=assumed, peak=peak, held=held, early=early, fixed=fixed, exact=True))
 
         handle, stop = node.register_prehook(reached), watching_backward(look, after)

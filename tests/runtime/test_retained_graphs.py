@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxremat
@@ -65,6 +66,51 @@ def test_the_budget_holds_from_the_second_step_on(train: Any, mem: str, caplog: 
     assert peak <= compiled.plan.predicted_peak <= compiled.plan.budget
     assert compiled.plan.predicted_peak <= 1.02 * peak
     assert len(compiled.fxremat.plans) == 2
+
+
+class TwoHeads(TwoTasks):
+    """Returns two outputs, of which losses outside are computed: as large as what a layer saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 128), nn.Linear(64, 128)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.trunk(x)
+        return self.first(x), self.second(x)
+
+
+def entropy_of_each(model: Any, x: Tensor) -> None:
+    """Cross entropies, each of which keeps as much as its output takes until its backward has freed the graph."""
+    classes = torch.zeros(len(x), dtype=torch.long)
+    losses = [F.cross_entropy(output, classes) for output in model(x)]
+    losses[0].backward(retain_graph=True)
+    losses[1].backward()
+
+
+def losses_of_both(model: Any, x: Tensor) -> None:
+    """Losses that read both outputs."""
+    first, second = model(x)
+    losses = first.square().mean() + second.square().mean() / 2, second.abs().mean() + first.mean() / 10
+    losses[0].backward(retain_graph=True)
+    losses[1].backward()
+
+
+@pytest.mark.parametrize("mem", ["70%", "min"])
+@pytest.mark.parametrize("train", [entropy_of_each, losses_of_both])
+def test_losses_outside_that_keep_their_graphs_are_planned(train: Any, mem: str) -> None:
+    plain, x = TwoHeads(), torch.randn(512, 64)
+    compiled = fxremat.compile(copy.deepcopy(plain), mem=mem, **FAST)
+    for _ in range(4):
+        for model in (plain, compiled):
+            model.zero_grad()
+            train(model, x)
+        assert not unequal(gradients_of(compiled), gradients_of(plain))
+    compiled.zero_grad()
+    peak = peak_bytes(lambda: train(compiled, x))
+    assert peak <= compiled.plan.predicted_peak <= compiled.plan.budget
+    # each backward is planned with the gradients of all outputs, and a cross entropy passes one of two
+    assert compiled.plan.predicted_peak <= (1.02 if train is losses_of_both else 1.2) * peak
 
 
 def test_where_two_backwards_do_not_fit_the_least_runs_and_a_warning_says_what_it_takes(
