@@ -9,8 +9,9 @@
 
 Bars appear after two seconds, on stderr if that is a terminal and in the cell of a notebook, and vanish when done. The
 log has one line of level INFO when planning begins, one every ten seconds while it or the capture before it continues,
-and one when it ends; no handler and no level is set, so that nothing is printed unless asked for:
-`logging.basicConfig(level=logging.INFO)`. The command line prints the lines in between on stderr.
+and one when it ends; no handler and no level is set, so that of these nothing is printed unless asked for:
+`logging.basicConfig(level=logging.INFO)`. Warnings are printed on stderr, as Python does where logging is not set up.
+The command line prints the lines in between on stderr.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ DELAY = 2.0  # seconds before a bar appears
 EVERY = 10.0  # seconds between two progress lines
 
 logger = logging.getLogger("fxremat")
-logger.addHandler(logging.NullHandler())
 ticks = logger.getChild("progress")  # the logger of the periodic progress lines
 _stages: list[_Stage] = []  # stages that are running now, innermost last
 _tellers: list[_Stage] = []  # stages of the `telling` contexts now open; only the outermost has a thread that logs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -176,3 +177,18 @@ class Total(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("logging.getLogger('fxremat.x').warning('loud'); logging.getLogger('fxremat.x').info('quiet')", "loud\n"),
+        ("fxremat.logs.is_logged('passes'); logging.getLogger('fxremat.passes').info('asked for')", "asked for\n"),
+    ],
+    ids=["warning", "topic"],
+)
+def test_warnings_and_topics_are_printed_where_logging_is_not_set_up(code: str, told: str) -> None:
+    code = f"import logging, fxremat.logs, fxremat.progress; {code}"
+    environment = {**os.environ, "FXREMAT_LOG": "passes"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stderr == told
