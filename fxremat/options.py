@@ -345,6 +345,11 @@ class Options:
         return self.chooses and self.offload is None
 
     @property
+    def may_host_weights(self) -> bool:
+        """True if the planner may let parameters live on the host where nothing else fits."""
+        return self.may_offload and self.device_mem is not None and isinstance(self.optimizer, torch.optim.Optimizer)
+
+    @property
     def may_slice(self) -> bool:
         """True if the planner may choose to run groups of ops in slices."""
         return self.chooses and self.exact is False and self.slices is None
@@ -461,7 +466,7 @@ class Options:
             tried: the means that failed.
             parameters: those of the model.
         """
-        if not self.may_offload or self.device_mem is None or not isinstance(self.optimizer, torch.optim.Optimizer):
+        if not self.may_host_weights or not isinstance(self.optimizer, torch.optim.Optimizer):
             return None
         own = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         if not any(id(parameter) in own for parameter in parameters):

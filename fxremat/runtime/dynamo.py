@@ -198,6 +198,7 @@ class Backend:
             kernels.begin()
         self.model, self.tied = model, tied
         self.options = self.given = options
+        self._before: Options | None = None  # before `coordinate`, if there was a choice
         self.target = target
         self.input_names = tuple(names)
         self.plans: deque[Plan] = deque(maxlen=KEPT_PLANS)
@@ -619,6 +620,18 @@ class Backend:
             self.plans.clear()
             self.plans.extend(before.plans)
 
+    def coordinate(self) -> Options:
+        """Leave no choice of means, as in a model that is several graphs; return the options for it."""
+        if self.options.chooses:
+            self._before = self.options
+        self.options = self.options.without_choice()
+        return self.options
+
+    @property
+    def may_host(self) -> bool:
+        """True if parameters may live on the host where nothing else fits, and do not yet."""
+        return (self._before or self.options).may_host_weights and not self.options.hosts_weights
+
     def host_weights(self, error: BudgetTooSmall, model: nn.Module, call: Any) -> bool:
         """Let parameters live on the host from now on, if nothing else fits and the options leave that to the planner.
 
@@ -627,7 +640,8 @@ class Backend:
         Returns:
             whether they may, so that the call can be captured again.
         """
-        options = self.options.with_weights_on_host(error.means, model.parameters())
+        before = self._before or self.options
+        options = before.with_weights_on_host(error.means, model.parameters()) if self.may_host else None
         if options is None:
             return False
         log.info("nothing fits with all parameters on the device: they may live on the host (%s)", error)

@@ -218,9 +218,13 @@ class _Training:
         before, self.hooks_of_all = self.hooks_of_all, global_hooks()
         if before != self.hooks_of_all:
             self.backend.outdated = True
-            if self.in_parts is not None:
-                self.in_parts = self.backend.coordinator = None
-                forget_graphs()
+            self.capture_anew()
+
+    def capture_anew(self) -> None:
+        """Capture a model of several graphs as if it had not been captured before."""
+        if self.in_parts is not None:
+            self.in_parts = self.backend.coordinator = None
+            forget_graphs()
 
     def tell_of_made_inputs(self, *inputs: Any) -> None:
         """Warn, once, if forward pre-hooks of the compiled module have made inputs: a plan of one graph counts none."""
@@ -279,15 +283,13 @@ class _Training:
         def parameters() -> Iterable[tuple[str, torch.Tensor]]:
             return alive.named_parameters() if (alive := model()) is not None else ()
 
-        backend.options = backend.options.without_choice()
+        options = backend.coordinate()
         weights = HostedWeights(backend.weights) if backend.weights is not None else None
-        if weights is not None and backend.options.host is not None and backend.options.host.updates == "backward":
+        if weights is not None and options.host is not None and options.host.updates == "backward":
             log.warning(LATER, backend.model)
-        backend.coordinator = coordinator = Coordinator(
-            backend.options, backend.model, where, device, parameters, weights
-        )
-        name = f"{backend.options.method} of {backend.model}"
-        dynamic = None if backend.options.may_change is False else backend.options.may_change
+        backend.coordinator = coordinator = Coordinator(options, backend.model, where, device, parameters, weights)
+        name = f"{options.method} of {backend.model}"
+        dynamic = None if options.may_change is False else options.may_change
         self.in_parts = compiled_in_parts(self.plain, backend, name, dynamic, coordinator.capturing)
         return coordinator
 
@@ -828,6 +830,7 @@ def _forward_by_means(module: Any, training: _Training, args: tuple[Any, ...], k
         backend = training.backend
         if not (backend.make_room() or backend.host_weights(error, training.model, (args, kwargs))):
             raise
+        training.capture_anew()
         small = error
     try:
         return _forward_once(module, training, args, kwargs)
@@ -945,7 +948,7 @@ def _padding_masks(training: _Training, named: Mapping[str, Any]) -> Sequence[to
 
 
 class _Begin:
-    """The state at the beginning of a step; if `ComputedMask` is raised, the step begins again from it.
+    """The state at the beginning of a step, from which it begins again if `ComputedMask` is raised, or nothing fits.
 
     The first such step copies all buffers, later ones only those that steps were seen to write to. These copies
     are a part of the step's memory, except for those of the first step.
@@ -980,12 +983,12 @@ def _run_in_parts(training: _Training, args: tuple[Any, ...], kwargs: dict[str, 
     begin: _Begin | None = None
     try:
         with coordinator.step():
-            if leaves_masks_out():
+            if leaves_masks_out() or training.backend.may_host:
                 begin = _Begin(training, coordinator, args, kwargs)
             outputs = step(*args, **kwargs)
+            coordinator.leave([x for x in _tensors(outputs) if x.requires_grad])
             if begin is not None:
                 begin.forget()
-            coordinator.leave([x for x in _tensors(outputs) if x.requires_grad])
         if coordinator.has_graphs:
             training.tell_of_graphs()
         elif not training.warned:
@@ -994,7 +997,7 @@ def _run_in_parts(training: _Training, args: tuple[Any, ...], kwargs: dict[str, 
         return outputs
     except Exception as error:
         training.tell_of_graphs()
-        if begin is not None and isinstance(planning_error(error) or error, ComputedMask):
+        if begin is not None and isinstance(planning_error(error) or error, ComputedMask | BudgetTooSmall):
             begin.restore()
         # only these inputs may have been wrong, so the next call tries to capture one graph again
         if coordinator.steps == 1:

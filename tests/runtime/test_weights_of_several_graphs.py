@@ -20,6 +20,7 @@ from fxremat.ops.parameters import Weights
 from fxremat.runtime.calls import Call
 from fxremat.settings import Offload, Search
 from fxremat.torch_private import holds_gradients
+from tests.test_device_mem import most
 from tests.test_readme import job_of_one
 from tests.test_updates_later import LOOPS
 from tests.test_weights import OPTIMIZERS
@@ -349,3 +350,37 @@ def test_what_torch_compile_breaks_moves_no_weights() -> None:
     ours = torch.compile(model, backend="fxremat", options=given)
     with pytest.raises(fxremat.FxrematError, match=r"moved there by the module that fxremat\.compile returns"):
         ours(*batch())
+
+
+class Normalized(Tied):
+    """Has running statistics, and a residual stream that takes more than the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in self.blocks)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block, statistics in zip(self.blocks, self.statistics, strict=True):
+            x = statistics(block(x))
+            torch._dynamo.graph_break()
+        return F.cross_entropy(self.head(x), y)
+
+
+@pytest.mark.parametrize("share", [1.9, 3.0])
+def test_weights_go_to_the_host_where_nothing_else_fits_on_the_device(share: float) -> None:
+    """A call that is refused, perhaps after some of its graphs, has drawn no numbers and changed no statistics."""
+    torch.manual_seed(0)
+    model = Normalized()
+    plain = copy.deepcopy(model)
+    own, its = (OPTIMIZERS["AdamW"](each) for each in (model, plain))
+    size = sum(p.nbytes for p in model.parameters())
+    device_mem = int(share * size) + 3 * 2**16
+    ours = fxremat.compile(model, device_mem=device_mem, optimizer=own, exact=True, search=QUICK)
+    for seed in range(5):
+        losses = [LOOPS["clip"](*each, batch(seed), seed) for each in ((ours, own), (plain, its))]
+        assert losses[0] == losses[1]
+        assert equal(ours, plain), seed
+        assert all(map(same, ours.buffers(), plain.buffers()))
+    assert len(ours._fxremat.backend.weights.hosted) == len(list(model.parameters()))
+    assert ours.plan.predicted_peak <= ours.plan.budget
+    assert most(ours, own, batch()) <= device_mem
