@@ -36,10 +36,10 @@ def replan(step: Step, known: Sequence[Plan], options: Options, choose: Choice) 
         choose: chooses a candidate from those that fit, which come fastest first.
 
     Returns:
-        the plan; None if the step needs a new search: no known candidate fits, or all that fit recompute and the
-            known sizes are too different.
+        the plan; None if the step needs a new search: no known candidate fits, or the known sizes are too different,
+            and all that fit recompute, or the least is asked for.
     """
-    near = sorted(known, key=lambda plan: _distance(plan.graph, step.graph))
+    near = sorted(known, key=lambda plan: distance(plan.graph, step.graph))
     nearest, limit = near[0], limit_of(step, options, replayed=False)
     with planning(f"{what(step, limit)} from known programs") as planned:
         costs = facts_at_other_sizes(step.graph, nearest, options)
@@ -50,7 +50,8 @@ def replan(step: Step, known: Sequence[Plan], options: Options, choose: Choice) 
         fitting = [candidate for candidate in frontier.candidates if candidate.peak <= budget]
         grown = frontier.keep_all.peak / nearest.alternatives.keep_all.peak
         near_enough = is_near(grown, NEAR_LEAST if least else FURTHEST)
-        if not fitting or not (near_enough or fitting[0].time <= NO_TIME * frontier.keep_all.time):
+        is_fast = not least and bool(fitting) and fitting[0].time <= NO_TIME * frontier.keep_all.time
+        if not fitting or not (near_enough or is_fast):
             planned("no known program is near enough")
             return None
         plan = with_means_of(nearest, plan_of(choose(fitting), frontier, costs, budget, options))
@@ -58,7 +59,18 @@ def replan(step: Step, known: Sequence[Plan], options: Options, choose: Choice) 
     return plan
 
 
-def _distance(one: StepGraph, other: StepGraph) -> float:
+def order_of_least(known: Sequence[Plan], graph: StepGraph) -> Sequence[int] | None:
+    """Return the order of ops that takes least in the plan nearest in sizes to a graph; None if none is near.
+
+    At far smaller sizes nothing may be worth recomputing.
+    """
+    near = min(known, key=lambda plan: distance(plan.graph, graph), default=None)
+    if near is None or distance(near.graph, graph) > math.log(FURTHEST):
+        return None
+    return near.alternatives.candidates[-1].order().ops
+
+
+def distance(one: StepGraph, other: StepGraph) -> float:
     """Return the absolute logarithm of the ratio of all bytes in two graphs of the same ops."""
     bytes_ = [1 + sum(value.bytes for value in graph.values) for graph in (one, other)]
     return abs(math.log(bytes_[0] / bytes_[1]))

@@ -22,7 +22,7 @@ from fxremat.planning import plan as plan_from_nothing
 from fxremat.planning.captured_step import CapturedStep
 from fxremat.planning.facts import estimated_keep_all
 from fxremat.planning.limits import Limit, limit_of
-from fxremat.planning.replan import Choice, replan
+from fxremat.planning.replan import Choice, order_of_least, replan
 from fxremat.planning.step import LargestCall, Reference, Step
 from fxremat.planning.surveys import surveyed
 from fxremat.plans import Plan
@@ -112,7 +112,7 @@ class PlansOfSizes:
             own = Reference(bytes=range_.keep_all, of=self.described(range_.dims))
             reference = self._largest_call.or_larger(own)
         called_with = called_with or self.described(dims)
-        order = self._known[-1].alternatives.candidates[-1].order().ops if self._known else None
+        order = order_of_least(self._known, joint)
         step = Step(graph=joint, inputs=inputs, called_with=called_with, reference=reference, order=order)
         plan = replan(step, self._known, self._options, choose) if self._known else None
         known = self._known

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
+from fxremat.planning.replan import order_of_least
 from fxremat.settings import Offload, Search
 
 HOSTED = Offload(weights=True)
@@ -97,6 +98,41 @@ def test_the_least_budget_at_near_sizes_comes_from_known_programs(caplog: pytest
             assert fresh <= least <= 1.02 * fresh
     assert [line for line in caplog.messages if "known programs" in line and "72" in line]
     assert "no known program is near enough" in caplog.text  # at 200 rows
+
+
+def wide() -> nn.Module:
+    """At few rows the gradients of its parameters are the peak, and nothing is worth running again."""
+    parts = (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32)) for _ in range(4))
+    return nn.Sequential(*parts, nn.Flatten(0), Mean())
+
+
+class Mean(nn.Module):
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows.square().mean()
+
+
+def test_a_call_that_recomputes_nothing_at_its_least_leaves_later_ones_theirs() -> None:
+    settings: Any = {"dynamic": True, "costs": "estimate", **QUICK}
+    model = fxremat.compile(wide(), "min", **settings)
+    for count in (20, 1000, 950):
+        given = torch.randn(count, 32)
+        model(given).backward()
+        fresh = fxremat.plan(wide(), (given,), mem="min", **settings).budget
+        assert model.plan.budget <= 1.05 * fresh, count  # type: ignore[union-attr]
+
+
+def test_ops_are_measured_in_the_order_of_the_nearest_known_plan() -> None:
+    settings: Any = {"dynamic": True, "costs": "estimate", **QUICK}
+    small, large, other = (
+        fxremat.plan(wide(), (torch.randn(count, 32),), mem="100%", **settings) for count in (20, 1000, 950)
+    )
+    graph = other.graph
+    for known in ([small, large], [large, small]):
+        order = order_of_least(known, graph)
+        assert order == large.alternatives.candidates[-1].order().ops
+        assert len(order) > len(graph.ops)  # ops run again
+    assert order_of_least([small], graph) is None
+    assert order_of_least([], graph) is None
 
 
 @pytest.mark.parametrize("options", [{"slices": True}, {"offload": True}], ids=str)
