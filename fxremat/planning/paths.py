@@ -356,7 +356,8 @@ class PathPlans:
         """Return the program of a call that is not planned for."""
 
         def peak(program: CallProgram) -> int:
-            back = 0 if node.idle else node.back + program.saved + program.backward
+            expected = 0 if node.measured else node.expected
+            back = 0 if node.idle else node.back + expected + program.saved + program.backward
             return max(node.before + program.forward, back)
 
         least = least_of(at.programs)

@@ -318,6 +318,7 @@ class Coordinator:
         step.note("forward", node)
         if not node.measured:
             node.assume(step.meter.level(), step.saved, step.calls[-1].node if step.calls else None)
+            node.expected = self._gradients_before(step, primals)
         self._keep_values(step, node, [primals[place] for place in graph.overwritten])
         number = step.plans.number(node, at, step.saved, step.hosted)
         self._make_room(step, node.before, at.programs[number].forward, node)
@@ -329,6 +330,15 @@ class Coordinator:
         step.node = node
         step.note("ran", node)
         return outputs, token
+
+    def _gradients_before(self, step: Step, primals: Sequence[Any]) -> int:
+        """Return the bytes of new parameter gradients that are there when the backward of a call begins.
+
+        They are taken to be those of all parameters that neither its inputs nor those of earlier calls contain.
+        """
+        read = {id(x) for call in step.calls for x in call.primals} | set(map(id, primals))
+        without_gradient = (p for _, p in self._parameters() if p.requires_grad and p.grad is None)
+        return sum(p.nbytes for p in without_gradient if id(p) not in read and p not in self._weights)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor is a parameter that lives on the host."""

@@ -68,6 +68,7 @@ class Node:
     shared: int = 0  # bytes of the gradients of this call's outputs that others keep alive until its backward has ended
     excess: int = 0  # most bytes that this call's backward was measured to allocate beyond all that is known of it
     strided: bool = False  # True if a gradient of this call's outputs arrived with other strides than were traced
+    expected: int = 0  # bytes of parameter gradients assumed to be there when the backward of an unmeasured call begins
     measured: bool = False  # False: the numbers are assumptions, and no step has measured them yet
     # outputs of this call that were alive when its backward began; the measured bytes include them
     held: frozenset[int] = frozenset()
