@@ -221,6 +221,18 @@ def test_equal_sections_with_and_without_a_gradient_of_their_input_are_planned_a
     assert first.budget < third.budget  # which makes a gradient of its input as well
 
 
+def test_frozen_parameters_have_no_gradients() -> None:
+    model, inputs, target, loss_fn = MODELS["sections"]()
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    frozen = next(iter(model.parameters()))
+    frozen.requires_grad_(False)
+    ops = captured(model, inputs, target, loss_fn)
+    for copies in (2.0, 4.0):
+        profiled = profile(ops, (inputs,), target, devices=2, effort=0.0, copies=copies)
+        counted = copies * sum(profiled.weight_bytes(layer, layer) for layer in range(profiled.count))
+        assert counted == copies * (sum(sizes) - frozen.nbytes) + frozen.nbytes
+
+
 @pytest.mark.long
 def test_the_planner_counts_what_leaves_a_device_once() -> None:
     model, inputs, target, loss_fn = MODELS["sections"]()

@@ -188,7 +188,9 @@ def pipeline(
     if settings.bandwidth is None:
         settings = replace(settings, bandwidth=measured_bandwidth(_crossing_bytes(ops), ops.device))
     found = _same_everywhere(lambda: make_plan(ops, first, target, settings))
-    mine = Profile(ops=ops, inputs=first, target=target, effort=settings.refine, cuts=found.cuts)
+    mine = Profile(
+        ops=ops, inputs=first, target=target, effort=settings.refine, cuts=found.cuts, copies=settings.copies
+    )
     rank = Rank.of(
         mine, found.plan, dist.get_rank(), microbatches=microbatches, scale_grads=settings.scale_grads
     )
@@ -274,7 +276,8 @@ def make_plan(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, settings: Se
     memory of all stages of a device together, as PyTorch's engine uses it. The planner then gets a smaller or
     larger budget, until a plan fits and nearly uses up the real one.
     """
-    search = _Search(profile(ops, inputs, target, devices=settings.devices, effort=settings.refine), settings)
+    devices, effort, copies = settings.devices, settings.refine, settings.copies
+    search = _Search(profile(ops, inputs, target, devices=devices, effort=effort, copies=copies), settings)
     room, too_much, best = float(settings.mem), float("inf"), None
     for _ in range(ATTEMPTS):
         try:

@@ -11,6 +11,7 @@ memory is computed op by op. Equal runs (the blocks of a GPT) are planned once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -72,6 +73,7 @@ class Profile:
     target: Tensor  # target of one micro-batch
     effort: float  # seconds of search, op by op, for each run of layers
     cuts: tuple[int, ...]  # index of the first op of each layer, and the number of ops
+    copies: float = 2.0  # what a trained parameter takes in all, over its own bytes
     _known: dict[str, tuple[Spending, ...]] = field(default_factory=dict)
 
     def module(self, first: int, last: int) -> StageModule:
@@ -113,8 +115,14 @@ class Profile:
         return len(self.cuts) - 1
 
     def weight_bytes(self, first: int, last: int) -> int:
-        """Return the bytes of the parameters of layers `first` to `last`."""
-        return sum(parameter.nbytes for parameter in self.module(first, last).parameters())
+        """Return the bytes of the parameters of layers `first` to `last`, of which a device keeps `copies`.
+
+        Frozen ones, which it keeps once, count for the less.
+        """
+        parameters = [*self.module(first, last).parameters()]
+        trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+        frozen = sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad)
+        return trained + math.ceil(frozen / self.copies)
 
     @property
     def device(self) -> torch.device:
@@ -235,10 +243,14 @@ class Profile:
         return Layers(input_bytes=given, input_grad_bytes=0, layers=tuple(chain))
 
 
-def profile(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, *, devices: int, effort: float) -> Profile:
+def profile(
+    ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, *, devices: int, effort: float, copies: float = 2.0
+) -> Profile:
     """Cut a model into layers and measure them. Raises `CaptureError` if there are fewer layers than devices.
 
-    `effort` is the number of seconds of search, op by op, for each run of layers.
+    Args:
+        effort: seconds of search, op by op, for each run of layers.
+        copies: what a trained parameter takes with its gradient and optimizer state, over its own bytes.
     """
     finest = (0, *ops.cuts, ops.end)
     if len(finest) - 1 < devices:
@@ -253,7 +265,7 @@ def profile(ops: Ops, inputs: tuple[Tensor, ...], target: Tensor, *, devices: in
     cuts = joined(finest, times, max(MOST_LAYERS, 3 * devices))
     if effort == 0.0:
         known = fine._known
-    return Profile(ops=ops, inputs=inputs, target=target, effort=effort, cuts=cuts, _known=known)
+    return Profile(ops=ops, inputs=inputs, target=target, effort=effort, cuts=cuts, copies=copies, _known=known)
 
 
 def joined(cuts: Sequence[int], times: Sequence[float], most: int) -> tuple[int, ...]:
