@@ -165,6 +165,13 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+@dataclass
+class Surprise:
+    """Whether an auxiliary output of a model has got a gradient, in any of the steps that were captured of it."""
+
+    has_come: bool = False
+
+
 class AuxiliaryOutputs:
     """A captured step, planned without gradients of its auxiliary outputs until one of them gets a gradient.
 
@@ -173,22 +180,28 @@ class AuxiliaryOutputs:
         outputs: what `auxiliary_outputs_of` found in the graph.
         differentiate: the function that compiles the graph.
         inputs: example inputs to compile for.
+        surprise: that of the model.
     """
 
     def __init__(
-        self, module: fx.GraphModule, outputs: Outputs, differentiate: Differentiate, inputs: Sequence[Any]
+        self,
+        module: fx.GraphModule,
+        outputs: Outputs,
+        differentiate: Differentiate,
+        inputs: Sequence[Any],
+        surprise: Surprise,
     ) -> None:
         self.whole = copied(module)  # dynamo removes from its own graph what tells parameters from inputs
         self.outputs = outputs
         self.differentiate = differentiate
         self.used = set[int]()  # outputs that have got a gradient
         self.unused = set[int]()  # outputs that got none in a backward through a scalar output
-        self.surprised = False  # an auxiliary output has got a gradient
+        self.surprise = surprise
         self.detached: frozenset[int] = frozenset()  # outputs for which `planned` expects no gradient
         self.zeros = frozenset[int]()  # outputs without a gradient for which `planned` expects one all the same
         self.settled = False  # `detached` stays as it is
         self.planned: Callable[..., Sequence[Any]]
-        self._plan(outputs.beside, inputs)
+        self._plan(() if surprise.has_come else outputs.beside, inputs)
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         if not self.settled:
@@ -214,8 +227,9 @@ class AuxiliaryOutputs:
     def _learn(self, inputs: Sequence[Any]) -> None:
         """Plan again if other outputs than planned got gradients."""
         silent = (self.unused - self.used) & self.outputs.mixed
-        if self.surprised:
-            self._plan((), inputs)
+        if self.surprise.has_come:
+            if self.detached:
+                self._plan((), inputs)
             self.settled = True
         elif not silent <= self.detached | self.zeros:
             log.info("outputs %s of the step got no gradient: it is captured again without theirs", sorted(silent))
@@ -318,7 +332,7 @@ class _Tie(torch.autograd.Function):
         if torch.is_grad_enabled():
             reason = "the loss reads outputs beside the one that the model returns"
             raise CaptureError(REFUSED.format(what=DOUBLE, reason=reason))
-        call.step.surprised = True
+        call.step.surprise.has_come = True
         warnings.warn(SURPRISE, stacklevel=2)
         return None, *(None for _ in gradients), *call.again(ctx.saved_tensors, by_position)
 

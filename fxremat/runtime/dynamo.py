@@ -69,6 +69,7 @@ from fxremat.runtime.assigned_data import copy_assigned_data, refuse_assignments
 from fxremat.runtime.attention_masks import checking, unmark
 from fxremat.runtime.auxiliary_outputs import (
     AuxiliaryOutputs,
+    Surprise,
     auxiliary_outputs_of,
     check_runs_again,
     runs_again,
@@ -221,6 +222,7 @@ class Backend:
         self.hosted: frozenset[int] = frozenset()  # indices in the optimizer of the parameters that live on the host
         # key of a call (see `cost.layouts.key_of`) -> strides that were measured
         self._layouts: dict[str, Strides] = {} if options.plan is None else dict(options.saved.layouts)
+        self._surprise = Surprise()
         self._any_layout = False  # True if the backward that is being compiled accepts gradients of any strides
         # what `device_mem` was divided for: the most bytes of inputs, and the most parameters that had a gradient at
         # the beginning, and that were trained
@@ -253,7 +255,7 @@ class Backend:
         try:
             loss_alone = self.coordinator is None and self.options.loss_outside.gradients == "loss"
             if loss_alone and (outputs.beside or outputs.mixed):
-                return AuxiliaryOutputs(module, outputs, self._differentiate, inputs)
+                return AuxiliaryOutputs(module, outputs, self._differentiate, inputs, self._surprise)
             run = self._differentiate(module, inputs) if self.coordinator is None else self._or_plain(module, inputs)
             return run if self.coordinator is None else checking(run, checks)
         finally:

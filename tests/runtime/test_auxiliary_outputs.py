@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -104,6 +105,20 @@ def test_the_first_time_it_says_so() -> None:
     compiled = fxremat.compile(Returning(), mem="100%", **QUICK)
     with pytest.warns(UserWarning, match='gradients="all"'):
         loss_and_logits(compiled, rows())
+
+
+@pytest.mark.parametrize("dynamic", [False, None])
+def test_it_says_so_once_for_all_captures(dynamic: bool | None, recwarn: pytest.WarningsRecorder) -> None:
+    """Other sizes are captured before and after the loss reads another output."""
+    model = Returning()
+    compiled = fxremat.compile(copy.deepcopy(model), mem="100%", dynamic=dynamic, **QUICK)
+    steps = [(rows()[:32], only_loss), *((rows()[:count], loss_and_logits) for count in (64, 32, 48, 64, 40))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        for x, body in steps:
+            expected, got = (record(m, (x,), {}, body) for m in (model, compiled))
+            assert unequal(got.gradients, expected.gradients) == []
+    assert sum("the loss reads outputs" in str(warning.message) for warning in recwarn) == 1
 
 
 def test_every_output_from_the_start() -> None:
