@@ -21,7 +21,14 @@ from fxremat.runtime.loss_meter import made_from
 from fxremat.runtime.step_memory import Border, Meter
 from fxremat.search.call_programs import CallProgram
 from fxremat.search.paths import Node, kept
-from fxremat.torch_private import current_node, is_allocated, storage_of, storage_watch, versions_of
+from fxremat.torch_private import (
+    current_node,
+    holders_of,
+    is_allocated,
+    storage_of,
+    storage_watch,
+    versions_of,
+)
 
 _tokens = itertools.count(1)
 MOST_FORWARDS = 64  # forwards of one step; backwards that have not run by then are taken never to run
@@ -318,7 +325,15 @@ class Call:
     def look_at_outputs(self) -> None:
         """Record which outputs are alive when the backward begins, and which others had kept alive until then."""
         held = self.held
-        self.kept_alone = self.node.hold(held, self.outlived - held)
+        self.kept_alone = self.node.hold(held, (self.outlived - held) | (held & self._held_alone))
+
+    @property
+    def _held_alone(self) -> frozenset[int]:
+        """The outputs that nothing but the saved tensors of this call holds."""
+        tensors = {id(x): x for x in self.saved or () if isinstance(x, torch.Tensor)}
+        own = Counter(map(storage_of, tensors.values()))
+        alone = {storage_of(x) for x in tensors.values() if holders_of(x) <= own[storage_of(x)]}
+        return frozenset(value for value, (storage, _) in self._floats.items() if storage in alone)
 
     @property
     def float_storages(self) -> Set[int]:

@@ -104,7 +104,8 @@ class BackwardMemory:
 
     during: NDArray[np.int64]  # bytes during each of its steps, above those at its beginning
     gradients: Mapping[int, tuple[int, int]]  # gradient, as a value -> (last step that reads or writes it, its bytes)
-    _peaks: dict[frozenset[int], int] = field(default_factory=dict)
+    tangents: Sequence[tuple[int, int]]  # the same of each gradient of an output, which is freed after that step
+    _peaks: dict[tuple[frozenset[int], bool], int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -127,23 +128,32 @@ class BackwardMemory:
             known = value if values is None else values.get(value)
             if known is not None and (position := last[program.first[value]]) >= 0:
                 found[known] = position, sizes.values[value]
+        graph = program.layout.graph
+        freed = (v for v in graph.tangent_values if v not in graph.held_tangents and last[program.first[v]] >= 0)
+        tangents = [(last[program.first[value]], sizes.values[value]) for value in freed]
         during = np.asarray(memory.during[program.split :], dtype=np.int64) - memory.at_split
         for value, size in fetched.items():
             during[: last[program.first[value]] + 1] += size
-        return cls(during=during, gradients=found)
+        return cls(during=during, gradients=found, tangents=tangents)
 
-    def peak(self, added: frozenset[int] = frozenset()) -> int:
+    def peak(self, added: frozenset[int] = frozenset(), *, holding: bool = False) -> int:
         """Return the peak if the gradients in `added` are freed after the last step that reads or writes them.
 
         O(steps + gradients) for the first time with these gradients, then O(1).
+
+        Args:
+            holding: the caller keeps the gradients of the outputs to the end.
         """
-        if added not in self._peaks:
-            freed = np.zeros_like(self.during)
+        key = added, holding
+        if key not in self._peaks:
+            during = self.during.copy()
             for value in added:
-                position, size = self.gradients.get(value, (len(freed), 0))
-                freed[position + 1 :] += size
-            self._peaks[added] = max(0, int((self.during - freed).max(initial=0)))
-        return self._peaks[added]
+                position, size = self.gradients.get(value, (len(during), 0))
+                during[position + 1 :] -= size
+            for position, size in self.tangents if holding else ():
+                during[position + 1 :] += size
+            self._peaks[key] = max(0, int(during.max(initial=0)))
+        return self._peaks[key]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -184,13 +194,14 @@ class CallProgram:
         """Bytes of saved values that wait on the host between forward and backward."""
         return self.on_host.bytes if self.on_host else 0
 
-    def backward_adding(self, added: frozenset[int]) -> int:
+    def backward_adding(self, added: frozenset[int], *, holding: bool = False) -> int:
         """Return `backward` if these gradients are added to sums as they are computed, instead of returned.
 
         Args:
             added: the gradients, as values of the captured graph.
+            holding: the caller keeps the gradients of the outputs to the end.
         """
-        return self.backward - self.memory.peak() + self.memory.peak(added) if added else self.backward
+        return self.backward - self.memory.peak() + self.memory.peak(added, holding=holding)
 
     def beats(self, other: CallProgram) -> bool:
         """Tell whether this program needs at most the bytes of the other, of each kind, and at most its time."""

@@ -122,10 +122,13 @@ class Node:
         """
         freed = sum(self.inputs.get(value, 0) for value in (self.freed or frozenset()) - program.inputs)
         if self.strided:
-            made = program.backward + program.copies
+            made = program.backward + program.copies + self.shared
         else:
-            made = program.backward_adding(self.added if added is None else added)
-        return max(0, made + self.shared - freed) + self.excess
+            added = self.added if added is None else added
+            made = program.backward_adding(added) + self.shared
+            if self.shared:
+                made = min(made, program.backward_adding(added, holding=True))
+        return max(0, made - freed) + self.excess
 
     def chosen(self, saved: int, mem: int) -> int | None:
         """Return the index of the program planned for `mem` bytes if earlier calls saved `saved` bytes; None: no plan.
