@@ -520,7 +520,9 @@ class Options:
         if self.device:
             raise FxrematError("plan runs as it was saved; it does not go with another device's costs")
         if self.compiles or self.dynamic:
-            raise FxrematError("plan runs as it was saved: with PyTorch's kernels, for fixed sizes")
+            named = "backend" if self.compiles else "dynamic"
+            runs = "with PyTorch's kernels" if self.compiles else "for fixed sizes"
+            raise FxrematError(f"plan runs as it was saved, {runs}; {named} does not go with it: leave {named} out")
         if not isinstance(self.plan, Plan):
             self._set("plan", Plan.load(self.plan))
         self._check_goes_with(self.saved)

@@ -335,7 +335,8 @@ def test_a_plan_that_updates_weights_runs_with_an_optimizer_of_its_kind(
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"plan": 3}, "plan is 3; it is a plan, or the file"), ({"slices": True}, "it does not go with slices"),
-     ({"dynamic": True}, "for fixed sizes"), ({"backend": "inductor"}, "with PyTorch's kernels"),
+     ({"dynamic": True}, "for fixed sizes; dynamic does not go with it: leave dynamic out"),
+     ({"backend": "inductor"}, "with PyTorch's kernels; backend does not"),
      ({"solver": "revolve"}, "solver is for making one"), ({"keep": "*.0"}, "keep is for making one"),
      ({"never_again": "*.0"}, "never_again is for making one")],
 )  # fmt: skip
