@@ -20,6 +20,7 @@ from fxremat.ops.parameters import Weights
 from fxremat.runtime.calls import Call
 from fxremat.settings import Offload, Search
 from fxremat.torch_private import holds_gradients
+from tests.runtime.test_matrix_of_graphs import WIDTH, Block
 from tests.test_device_mem import most
 from tests.test_readme import job_of_one
 from tests.test_updates_later import LOOPS
@@ -28,20 +29,9 @@ from tests.training import same
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 
-WIDTH, ROWS, CLASSES = 32, 128, 8
+ROWS, CLASSES = 128, 8
 QUICK = Search(seconds=0)
 LATER = Offload(weights=True, activations=False, updates="step")
-
-
-class Block(nn.Module):
-    """A residual MLP with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
 
 
 class Tied(nn.Module):
