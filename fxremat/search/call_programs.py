@@ -104,7 +104,7 @@ class BackwardMemory:
 
     during: NDArray[np.int64]  # bytes during each of its steps, above those at its beginning
     gradients: Mapping[int, tuple[int, int]]  # gradient, as a value -> (last step that reads or writes it, its bytes)
-    tangents: Sequence[tuple[int, int]]  # the same of each gradient of an output, which is freed after that step
+    tangents: Sequence[tuple[int, int]] = ()  # the same of each gradient of an output, which is freed after that step
     _peaks: dict[tuple[frozenset[int], bool], int] = field(default_factory=dict)
 
     @classmethod

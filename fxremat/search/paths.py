@@ -37,6 +37,7 @@ MOST_NODES = 1000  # largest number of nodes of a tree; above it, calls that few
 NONE = -1  # index that means: no program fits
 NEVER = 1e9  # seconds; longer than any step takes
 CHEAPEST, DEAREST = 1e-13, 1e-6  # lowest and highest price of a byte on the host, in seconds
+NUMBER = 8  # bytes of a number that autograd keeps, such as the gradient with which a backward begins
 PRICES = 12  # number of prices that are tried
 
 Programs = Sequence[CallProgram]
@@ -127,7 +128,7 @@ class Node:
             added = self.added if added is None else added
             made = program.backward_adding(added) + self.shared
             if self.shared:
-                made = min(made, program.backward_adding(added, holding=True))
+                made = min(made, program.backward_adding(added, holding=True) + NUMBER)
         return max(0, made - freed) + self.excess
 
     def chosen(self, saved: int, mem: int) -> int | None:
