@@ -39,7 +39,7 @@ def replan(step: Step, known: Sequence[Plan], options: Options, choose: Choice) 
         the plan; None if the step needs a new search: no known candidate fits, or the known sizes are too different,
             and all that fit recompute, or the least is asked for.
     """
-    near = sorted(known, key=lambda plan: distance(plan.graph, step.graph))
+    near = sorted(known, key=lambda plan: _distance(plan.graph, step.graph))
     nearest, limit = near[0], limit_of(step, options, replayed=False)
     with planning(f"{what(step, limit)} from known programs") as planned:
         costs = facts_at_other_sizes(step.graph, nearest, options)
@@ -64,13 +64,13 @@ def order_of_least(known: Sequence[Plan], graph: StepGraph) -> Sequence[int] | N
 
     At far smaller sizes nothing may be worth recomputing.
     """
-    near = min(known, key=lambda plan: distance(plan.graph, graph), default=None)
-    if near is None or distance(near.graph, graph) > math.log(FURTHEST):
+    near = min(known, key=lambda plan: _distance(plan.graph, graph), default=None)
+    if near is None or _distance(near.graph, graph) > math.log(FURTHEST):
         return None
     return near.alternatives.candidates[-1].order().ops
 
 
-def distance(one: StepGraph, other: StepGraph) -> float:
+def _distance(one: StepGraph, other: StepGraph) -> float:
     """Return the absolute logarithm of the ratio of all bytes in two graphs of the same ops."""
     bytes_ = [1 + sum(value.bytes for value in graph.values) for graph in (one, other)]
     return abs(math.log(bytes_[0] / bytes_[1]))

@@ -167,7 +167,7 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass
 class Surprise:
-    """Whether an auxiliary output of a model has got a gradient, in any of the steps that were captured of it."""
+    """A flag that all captured steps of a model share: one of its auxiliary outputs has got a gradient."""
 
     has_come: bool = False
 

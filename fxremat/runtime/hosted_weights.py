@@ -97,13 +97,13 @@ class ResidentWeights:
         self, graph: CalledGraph, emitted: Emitted, dims: Dims, primals: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Run the forward of a call; return its outputs and what it saves for its backward."""
-        return graph.run_forward(emitted, dims, list(primals))
+        return graph.run_forward(emitted, dims, self.brought(primals))
 
     def run_again(
         self, graph: CalledGraph, emitted: Emitted, dims: Dims, primals: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Run the forward of a call just before its backward; return its outputs and what the backward reads."""
-        return graph.run_forward(emitted, dims, list(primals))
+        return graph.run_forward(emitted, dims, self.brought(primals))
 
     def begin_backward(self) -> None:
         """Begin the backward of a call."""
@@ -159,11 +159,6 @@ class HostedWeights(ResidentWeights):
         brought = self._bring(primals)
         outputs, saved = graph.run_forward(emitted, dims, brought.primals)
         return outputs, brought.without_weights(saved, outputs)
-
-    def run_again(
-        self, graph: CalledGraph, emitted: Emitted, dims: Dims, primals: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        return graph.run_forward(emitted, dims, self._bring(primals).primals)
 
     def _bring(self, primals: Sequence[Any]) -> _Brought:
         """Copy the weights among the inputs of a call to the device."""
