@@ -314,7 +314,9 @@ def summary(record: Mapping[str, Any]) -> str:
     outcomes = [cell["outcome"] for cell in record["cells"]]
     counts = {kind: outcomes.count(kind) for kind in ("bits", "rounding", "refused")}
     told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    return f"{len(record['cells'])} cells: {told}. Measured on {record['date']} with torch {record['torch']}."
+    begun, ended = record.get("begun", record["date"]), record["date"]
+    when = f"on {ended}" if begun == ended else f"from {begun} to {ended}"
+    return f"{len(record['cells'])} cells: {told}. Measured {when} with torch {record['torch']}."
 
 
 def reasons(record: Mapping[str, Any]) -> list[str]:
@@ -341,10 +343,12 @@ def tell(cell: Cell) -> None:
 
 def write(path: Path, cells: Sequence[Cell], order: Iterable[tuple[str, ...]], *, kept: bool) -> None:
     """Write cells as a record; with `kept`, those that were not measured are taken from the earlier record."""
-    known = json.loads(path.read_text())["cells"] if kept and path.exists() else []
-    found = {tuple(cell["features"]): cell for cell in (*known, *map(asdict, cells))}
+    before = json.loads(path.read_text()) if kept and path.exists() else {"cells": []}
+    found = {tuple(cell["features"]): cell for cell in (*before["cells"], *map(asdict, cells))}
+    today = time.strftime("%Y-%m-%d")
     record = {
-        "date": time.strftime("%Y-%m-%d"),
+        "begun": before.get("begun", before.get("date", today)),
+        "date": today,
         "torch": torch.__version__,
         "machine": platform.machine(),
         "cells": [found[features] for features in order if features in found],

@@ -2205,7 +2205,7 @@ def storage_watch(tensor: torch.Tensor) -> Callable[[], bool]:
 def holders_of(tensor: torch.Tensor) -> int:
     """Return how many tensors lie in a tensor's storage, this one and views of it included.
 
-    `torch._C._storage_Use_Count` (torch 2.13, 2.14), which counts the Python object of the storage, too.
+    `torch._C._storage_Use_Count` (read in torch 2.11, tried in 2.13 and 2.14) counts the storage's Python object, too.
     """
     count: Any = torch._C
     return int(count._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
