@@ -150,6 +150,9 @@ class Evaluation:
                 self._hold(value)  # outputs that update an input in place are freed after the copy
         tangents = sum(sizes.values[tangent] for tangent in graph.tangent_values)
         self.peak = max(self.peak, self._alive + max(tangents + sizes.root, sizes.outside))
+        for shown, value in zip(self.plan.captured.forward_outputs, outputs, strict=True):
+            if isinstance(shown, fx.Node) and self.plan.captured.value_of.get(shown) in graph.dropped_outputs:
+                self._release(value)
         self.beside = sizes.root
         for node in self.plan.captured.tangent_nodes:
             (storage,), value = _storages(node.meta["val"]), self.plan.captured.value_of[node]

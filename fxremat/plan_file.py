@@ -24,7 +24,7 @@ from fxremat.cost.environment import environment
 from fxremat.cost.layouts import Strides
 from fxremat.errors import PlanMismatch
 from fxremat.graphs.accounting import device_of
-from fxremat.graphs.captured import Captured
+from fxremat.graphs.captured import Captured, places_of
 from fxremat.passes.compress import Compression
 from fxremat.passes.lower import Handles
 from fxremat.planned_step import Means, WeightBudget
@@ -97,6 +97,7 @@ class PlanData:
         kept = self.alternatives.keep_all.layout.graph
         if captured.digest != kept.digest:
             raise PlanMismatch(f"{name} is of another step: {_difference(kept, captured)}")
+        captured = captured.dropping(places_of(captured, kept.dropped_outputs))
         here = {captured.digest: captured}
         rewritten = [self.slicing.of(captured).joint] if self.slicing else []
         rewritten += [self.compression.of(captured)] if self.compression else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -17,7 +17,7 @@ from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.cost.device_memory import DeviceMemory
 from fxremat.cost.layouts import Strides
 from fxremat.graphs.accounting import apart_from_copies
-from fxremat.graphs.captured import Captured, captured_of
+from fxremat.graphs.captured import Captured, captured_of, places_of
 from fxremat.host.tier import HostTier
 from fxremat.linearize.chain_of import chain_of
 from fxremat.passes.compress import Compression
@@ -27,7 +27,7 @@ from fxremat.search.floor import loss_bytes
 from fxremat.search.lower_bound import lower_bound
 from fxremat.slices.rewrite import SlicedRegion, Slicing
 from fxremat.step.costs import Costs, Link, apart
-from fxremat.step.liveness import Memory, live_bytes, retained_peak
+from fxremat.step.liveness import Memory, last_uses, live_bytes, retained_peak
 from fxremat.step.program import Program
 from fxremat.step.reserved import AllocatorState
 from fxremat.step.step_graph import StepGraph
@@ -309,6 +309,19 @@ class PlannedStep:
         known = loss_bytes(self.program.layout.graph, sizes)
         between = self.memory.at_split - known + loss_bytes(self.program.layout.graph, replace(sizes, outside=peak))
         return max(between, self.predicted_peak + max(0, held - sizes.root))
+
+    def peak_dropping(self, places: Set[int]) -> int:
+        """Return the predicted peak in bytes if the caller drops these outputs of the model before the backward."""
+        program, graph = self.program, self.running.captured
+        layout = replace(program.layout, graph=replace(graph.step, dropped_outputs=graph.values_at(places)))
+        return retained_peak(replace(program, layout=layout), self.running.costs.sizes, self.retained)
+
+    def unread_outputs(self) -> frozenset[int]:
+        """Return which outputs of the model the backward does not read, so that the caller alone holds them."""
+        program, graph = self.program, self.running.captured
+        last = last_uses(program.steps, len(program.version_of))
+        made = {value: program.first[value] for value in graph.kept_outputs if value in program.first}
+        return places_of(graph, {value for value, version in made.items() if last[version] < program.split})
 
     def peak_without_copies(self) -> int:
         """Return the predicted peak in bytes if gradients that a loss outside hands in are not copied."""

@@ -84,6 +84,7 @@ def joints(draw: Any) -> StepGraph:
         ops,
         root_tangents=frozenset(_some(draw, tangents)),
         kept_outputs=kept,
+        dropped_outputs=frozenset(_some(draw, sorted(kept))),
         mutated_primals=frozenset(_some(draw, primals)),
         updates=frozenset(_some(draw, forward)) - kept,
         returned=frozenset(_some(draw, late)),

@@ -290,6 +290,7 @@ class _Copier:
             parameters=self._parameters(),
             output_values=self._with_copies(graph.output_values),
             kept_outputs=self._with_copies(graph.kept_outputs),
+            dropped_outputs=self._with_copies(graph.dropped_outputs),
             mutated_primals=self._with_copies(graph.mutated_primals),
             updates=self._with_copies(graph.updates),
             returned=self._with_copies(graph.returned),

@@ -185,7 +185,7 @@ def _of_units(program: Program, units: Units) -> Program:
     """
     steps, joint = program.steps, program.layout.graph
     unit_of = {position: place for place, unit in enumerate(units) for position in unit.steps}
-    returned = joint.pinned | joint.updates
+    returned = joint.pinned | joint.freed_at_split
     leaving = {version for value, version in program.first.items() if value in returned}
     inside: list[set[int]] = [{v for p in unit.steps for v in steps[p].writes} for unit in units]
     for position, step in enumerate(steps):

@@ -30,6 +30,8 @@ from fxremat.graphs.overwriting import called, overwritten
 from fxremat.step.step_graph import Kind, Op, Origin, StepGraph, Value
 from fxremat.torch_private import holds_gradients, is_effect_token, storage_of
 
+DROPPED = "dropped"  # in `meta` of the output node of a joint graph: see `note_dropped`
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Captured(StepGraph):
@@ -55,6 +57,18 @@ class Captured(StepGraph):
         """The effects of the passes that ran before the graph was read; see `passes.pipelines.Rewrite`."""
         rewrites: tuple[Any, ...] = self.module.meta.get("rewrites", ())
         return rewrites
+
+    def dropping(self, places: Set[int]) -> Captured:
+        """Return this step where the caller drops these of the outputs of the captured function before the backward.
+
+        What is read from its module later, rewritten or at other sizes, says so, too.
+        """
+        note_dropped(self.module.graph, places)
+        return replace(self, dropped_outputs=self.values_at(places))
+
+    def values_at(self, places: Set[int]) -> frozenset[int]:
+        """Return the values all of whose outputs are among those of the captured function with these indices."""
+        return _values_at(places, self.value_of, self.forward_outputs, self.output_descs) & self.kept_outputs
 
     @cached_property
     def step(self) -> StepGraph:
@@ -123,9 +137,45 @@ def _index_of(tangent: fx.Node) -> int | None:
 
     For the base of several outputs, which are views of it, this is one of them.
     """
-    output = _output_of(tangent)
-    index: int | None = getattr(getattr(output, "base_of", output), "idx", None)
+    return place_of_output(_output_of(tangent))
+
+
+def place_of_output(desc: Any) -> int | None:
+    """Return the index of an output of the captured function, from AOTAutograd's description of it; None: it is none.
+
+    For the base of several outputs, which are views of it, this is one of them.
+    """
+    index: int | None = getattr(getattr(desc, "base_of", desc), "idx", None)
     return index
+
+
+def places_of(graph: Captured, values: Set[int]) -> frozenset[int]:
+    """Return the indices of the outputs of the captured function that are tensors on these values."""
+    pairs = zip(graph.forward_outputs, graph.output_descs, strict=True)
+    places = (place_of_output(desc) for node, desc in pairs if graph.value_of.get(cast(Any, node)) in values)
+    return frozenset(place for place in places if place is not None)
+
+
+def note_dropped(graph: fx.Graph, places: Set[int]) -> None:
+    """Record in a joint graph which outputs of the captured function its caller drops before the backward begins."""
+    graph.output_node().meta[DROPPED] = frozenset(places)
+
+
+def dropped_in(graph: fx.Graph) -> frozenset[int]:
+    """Return what `note_dropped` has recorded in a joint graph."""
+    found: frozenset[int] = graph.output_node().meta.get(DROPPED, frozenset())
+    return found
+
+
+def _values_at(
+    places: Set[int], value_of: Mapping[fx.Node, int], outputs: Sequence[object], descs: Sequence[object]
+) -> frozenset[int]:
+    found = dict[int, bool]()
+    for node, desc in zip(outputs, descs, strict=True) if places else ():
+        if isinstance(node, fx.Node):
+            value = value_of[node]
+            found[value] = place_of_output(desc) in places and found.get(value, True)
+    return frozenset(value for value, is_dropped in found.items() if is_dropped)
 
 
 def _has_places(tensor: torch.Tensor) -> bool:
@@ -246,6 +296,7 @@ class _Reader:
         self.forward_outputs = tuple(outputs[:forward_outputs])
         self.backward_outputs = tuple(outputs[forward_outputs:])
         self.descs = tuple(descs[:forward_outputs])
+        self.dropped = dropped_in(module.graph)
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
         self.tangents = tuple(tangents_in(module.graph))
         tangents = set(self.tangents)
@@ -390,6 +441,7 @@ class _Reader:
             forward_count=forward_count,
             root_tangents=frozenset(self.value_of[node] for node in self.tangents if _is_scalar(node)),
             kept_outputs=frozenset(kept),
+            dropped_outputs=_values_at(self.dropped, self.value_of, self.forward_outputs, self.descs) & kept,
             mutated_primals=frozenset(self._mutated()),
             updates=frozenset(updates),
             returned=frozenset(self.value_of[node] for node in returned),

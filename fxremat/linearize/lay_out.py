@@ -48,11 +48,11 @@ def _reach(graph: StepGraph, forward: Sequence[int], backward: Mapping[int, int]
 def _held(graph: StepGraph, reach: _Reach) -> frozenset[int]:
     """Return the values that are kept from their forward to their last use whatever the plan, and are in no boundary.
 
-    These are outputs; values that ops read only in their first execution; values that several blocks read and
-    that depend on no trained input, such as masks; and, rarely, values that the backward of a block reads
-    although they do not reach its forward.
+    These are outputs that the caller holds; values that ops read only in their first execution; values that several
+    blocks read and that depend on no trained input, such as masks; and, rarely, values that the backward of a block
+    reads although they do not reach its forward.
     """
-    held = (graph.kept_outputs | graph.returned) & reach.made.keys()
+    held = graph.pinned & reach.made.keys()
     held |= {v for op in graph.forward_ops for v in op.reads if v in reach.made and v not in op.again_reads}
     for value, made in reach.made.items():
         producer = graph.values[value].producer

@@ -91,8 +91,9 @@ def _topology(graph: StepGraph, settings: object) -> str:
         for op in graph.ops
     ]
     values = [(v.origin, v.producer) for v in graph.values]
-    sets = [sorted(s) for s in (graph.kept_outputs, graph.returned, graph.updates, graph.mutated_primals)]
-    text = repr((numbers, values, sets, sorted(graph.held_tangents), settings))
+    outputs = graph.kept_outputs, graph.dropped_outputs, graph.returned
+    sets = [sorted(s) for s in (*outputs, graph.updates, graph.mutated_primals, graph.held_tangents)]
+    text = repr((numbers, values, sets, settings))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

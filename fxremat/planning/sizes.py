@@ -8,14 +8,14 @@ seen so far.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import torch
 
 from fxremat.errors import BudgetTooSmall, FxrematError
-from fxremat.graphs.captured import Captured
+from fxremat.graphs.captured import Captured, dropped_in, note_dropped
 from fxremat.graphs.symbolic import Dims, SymbolicGraph
 from fxremat.options import Options, StepOptions, changed_options
 from fxremat.planning import plan as plan_from_nothing
@@ -76,6 +76,7 @@ class PlansOfSizes:
         self.take(options)
         self._largest_call = largest or LargestCall()
         self._known: tuple[Plan, ...] = ()
+        self._dropped = dropped_in(graph.module.graph)
 
     def take(self, options: Options) -> None:
         """Plan with these options from now on."""
@@ -83,6 +84,20 @@ class PlansOfSizes:
         if self._range is not None:
             dims = self._range.dims
             self._range = Range(dims, estimated_keep_all(self._graph.at(dims), self._options))
+
+    def drop(self, places: Set[int]) -> None:
+        """Plan for a caller that drops these outputs before the backward from now on."""
+        if places == self._dropped:
+            return
+        self._dropped = frozenset(places)
+        note_dropped(self._graph.module.graph, places)
+        self._known, self._largest_call.reference = (), None  # programs for less, and percent of less
+        self.take(self._options)
+
+    @property
+    def in_percent(self) -> bool:
+        """True if the budget is in percent."""
+        return isinstance(self._options.budget, Percent)
 
     def plan(
         self,

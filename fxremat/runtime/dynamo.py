@@ -34,7 +34,14 @@ from fxremat.data_stack import with_room_for_calls
 from fxremat.device import kind_of
 from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError, InvalidBudget, NotSymbolic
 from fxremat.graphs.accounting import device_of, held, held_beside_copies, largest_tensor
-from fxremat.graphs.captured import Captured, inputs_of, read_joint, with_updates_inside
+from fxremat.graphs.captured import (
+    Captured,
+    inputs_of,
+    note_dropped,
+    places_of,
+    read_joint,
+    with_updates_inside,
+)
 from fxremat.graphs.cudnn_batch_norm import batch_norms_of_cudnn
 from fxremat.graphs.handed_in import layout_of
 from fxremat.graphs.names import FLOAT, note_names
@@ -79,7 +86,8 @@ from fxremat.runtime.capture_errors import refuse_without_gradients
 from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.devices import check_devices
 from fxremat.runtime.double_backward import EXCEEDING, FOLLOWED, Rerun, TwiceDifferentiable
-from fxremat.runtime.loss_meter import LossMeter, MeasuredLoss
+from fxremat.runtime.dropped_outputs import DroppedOutputs, WatchedOutputs, bytes_at
+from fxremat.runtime.loss_meter import LossMeter, MeasuredLoss, OutputsHeard
 from fxremat.runtime.ranks import ranks_of
 from fxremat.runtime.real_layouts import real_layouts
 from fxremat.runtime.sized import Sized
@@ -125,6 +133,10 @@ NOTED = 1.001  # a loss with which a step exceeds its plan by this factor is a w
 MANY_SIZES = 3  # after this many combinations of input sizes a warning says what each new one costs
 
 
+HELD_NOW = (
+    "%s of outputs, which earlier calls of %s had dropped before the backward, are held until it has ended, "
+    "beside what was planned: the next call plans for that"
+)
 UNREAD = (
     "a graph of {model} cannot be planned, so that it cannot read weights that live on the host ({told}): leave "
     "weights=True out, or keep its parameters out of the optimizer that fxremat.compile is given"
@@ -240,6 +252,8 @@ class Backend:
         self._placeholders: Sequence[fx.Node] = ()  # the placeholders of dynamo's graph that is being compiled
         self._largest_calls: dict[object, LargestCall] = {}  # by what calls do, whatever their sizes
         self._largest_call = LargestCall()  # the one of these that belongs to the graph that is being compiled
+        self._of_callers: dict[object, DroppedOutputs] = {}  # by what calls do, as `_largest_calls`
+        self._outputs = DroppedOutputs()  # the one of these that belongs to the graph that is being compiled
 
     @with_room_for_calls
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -292,9 +306,9 @@ class Backend:
         names = map(parameter_name, placeholders)
         self._names = [name and self.tied.get(name, name) for name in names]
         self._placeholders = placeholders
-        self._largest_call = self._largest_calls.setdefault(
-            _without_sizes(module.graph), LargestCall(among=self._largest_calls)
-        )
+        kind = _without_sizes(module.graph)
+        self._largest_call = self._largest_calls.setdefault(kind, LargestCall(among=self._largest_calls))
+        self._outputs = self._of_callers.setdefault(kind, DroppedOutputs())
         backend = aot_backend(
             fw_compiler=lambda graph, _: self._forward(graph, made[-1]),
             bw_compiler=lambda graph, _: made.pop().backward_of(graph),
@@ -323,7 +337,8 @@ class Backend:
             compiled = TwiceDifferentiable(compiled, module, rerun, self._unplanned, self._plan_for_retaining)
         if self.coordinator is None and self.measures_loss:
             stepping = self.options.stepping is not None
-            compiled = LossMeter(compiled, trained, self._judge_of_loss, self._others, stepping=stepping)
+            judge, heard = self._judge_of_loss, self._judge_of_outputs
+            compiled = LossMeter(compiled, trained, judge, heard, self._others, stepping=stepping)
         return telling_unused(compiled, trained) if len(trained) > 1 or again else compiled
 
     def _without_gradient(self, module: fx.GraphModule, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -401,6 +416,57 @@ class Backend:
         plan = ran.plan if ran is not None else None
         return partial(self._take_loss, ran, plan) if ran is not None and plan is not None else lambda _: None
 
+    def _judge_of_outputs(self, measured: bool) -> OutputsHeard | None:
+        """Return whom to tell what the caller does with the outputs of the call that has just run; None: nobody.
+
+        Ranks that communicate keep their plans.
+        """
+        ran = self._last_step
+        plan = ran.plan if ran is not None else None
+        if ran is None or plan is None or communicates(plan.graph) or not (measured or ran.outputs.places):
+            return None
+        return OutputsHeard(partial(self._check_outputs, ran, plan), partial(self._take_outputs, ran, plan))
+
+    def _check_outputs(self, ran: _FixedStep | Sized, plan: Plan, outputs: WatchedOutputs) -> None:
+        """Refuse a backward that begins if it fits only where its outputs are dropped, and they are not.
+
+        The next call plans for that, and raises `BudgetTooSmall` before anything runs.
+        """
+        if ran.outputs.refuse(outputs, plan.unread_outputs()):
+            self._plan_for_other_loss(ran, self.options.loss_seen or SeenLoss())
+
+    def _take_outputs(self, ran: _FixedStep | Sized, plan: Plan, outputs: WatchedOutputs) -> None:
+        """Plan again at the next call if the caller has dropped outputs that the plan counts as held, or the reverse.
+
+        Args:
+            ran: the captured step, and its plan at the sizes of the call.
+            outputs: those of the call, as its backward has ended.
+        """
+        known, held = ran.outputs, outputs.held(apart_from=ran.outputs.held)
+        if self.coordinator is not None:  # calls have been planned together since that step began
+            return
+        known.held |= held.keys()
+        known.refused = None
+        if relied := known.places & held.keys():
+            known.places -= relied
+            size = format_bytes(bytes_at(held, relied))
+            log.warning(HELD_NOW, size, self.model)
+            self._plan_for_other_loss(ran, self.options.loss_seen or SeenLoss())
+        elif self._would_drop(known, plan, outputs.dropped):
+            self._plan_for_other_loss(ran, self.options.loss_seen or SeenLoss())
+
+    def _would_drop(self, known: DroppedOutputs, plan: Plan, dropped: Mapping[int, int]) -> bool:
+        """Count outputs as dropped from now on where that lowers the peak of a plan by more than `GAIN`."""
+        more = known.places | known.new(dropped)
+        if more == known.places or self.options.plan is not None or communicates(plan.graph):
+            return False
+        if plan.predicted_peak <= GAIN * plan.peak_dropping(more):
+            return False
+        size = format_bytes(bytes_at(dropped, more - known.places))
+        log.info("%s of outputs are dropped before the backward: the next call plans for that", size)
+        known.places = more
+        return True
+
     def _take_loss(self, ran: _FixedStep | Sized, plan: Plan, loss: MeasuredLoss) -> None:
         """Plan again at the next call if budget or predicted peak do not hold with the loss outside the model.
 
@@ -423,7 +489,7 @@ class Backend:
         known = self.options.loss_seen
         expected = None if known is None else known.peak_at(loss.assumed)
         planned = self.options.loss_outside.size or (loss.assumed if expected is None else expected)
-        stays = max(0, loss.held) + loss.early
+        stays = max(0, loss.held - bytes_at(loss.dropped, loss.dropped.keys() - ran.outputs.places)) + loss.early
         peak = planned if loss.peak is None else loss.peak if loss.exact else max(loss.peak, planned)
         beside = held_beside_copies(plan.captured, device_of(plan.captured))
         predicted = plan.peak_with_loss(peak + loss.early, stays + beside)
@@ -432,7 +498,8 @@ class Backend:
         more = exceeds or (free and predicted > GAIN * plan.predicted_peak)
         less = free and loss.exact and (expected is None or loss.anew) and self.options.loss_outside.size is None
         less = less and _would_gain(plan, planned - peak)
-        if not (more or less):
+        drops = self._would_drop(ran.outputs, plan, loss.dropped)
+        if not (more or less or drops):
             return
         took, aside = peak + loss.early, planned + (known.early if known else 0)
         sizes, better = [format_bytes(took), format_bytes(aside)], enough(took)
@@ -449,9 +516,13 @@ class Backend:
         if loss.assumed:
             if loss.peak is not None:
                 seen = seen.with_peak(loss.assumed, peak)
-            seen = seen.with_held(loss.assumed, max(0, loss.held))
+            counted = loss.held - bytes_at(loss.dropped, loss.dropped.keys() - ran.outputs.places)
+            seen = seen.with_held(loss.assumed, max(0, counted))
         seen = replace(seen, early=max(seen.early, loss.early), fixed=max(seen.fixed, loss.fixed))
-        if seen == known or communicates(plan.graph):
+        if drops and not (more or less):
+            self._plan_for_other_loss(ran, seen)
+            return
+        if (seen == known and not drops) or communicates(plan.graph):
             why = "another plan would be the same" if seen == known else "ranks that share a model keep their plan"
             if exceeds and not self._told_of_loss:
                 self._told_of_loss = True
@@ -564,10 +635,11 @@ class Backend:
         plan, captured = step.plan, step.captured
         if plan.graph is not captured.graph or len(captured.ranks.ranks) > 1:
             return False
-        again = self._plan_fixed(captured)
+        captured = replace(captured, graph=captured.graph.dropping(step.outputs.places))
+        again, captured = self._plan_fixed(captured, step.outputs)
         if again.program.steps != plan.program.steps or again.costs.fresh != plan.costs.fresh:
             return False
-        step.plan = again
+        step.plan, step.captured = again, captured
         return True
 
     def forget_steps(self) -> None:
@@ -757,6 +829,7 @@ class Backend:
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self._note_names(module.graph)
+        note_dropped(module.graph, self._outputs.places)
         as_eager = self._as_eager(module, num_fwd_outputs)
         alone = self.coordinator is not None and has_symbolic_sizes(module.graph)  # runs single ops at any size
         module = normalize(module, self._eager_passes() if alone else self._passes())
@@ -792,9 +865,9 @@ class Backend:
         if self.until is Until.CAPTURED:
             self._check_layouts(step)
             raise Reached(FixedStep(step, self.options))
-        plan = self._plan_fixed(step)
+        plan, step = self._plan_fixed(step, self._outputs)
         captured = replace(step, inputs=())  # inputs are not kept alive
-        made[:] = [_FixedStep(plan, captured, self.weights, self._take_layouts)]
+        made[:] = [_FixedStep(plan, captured, self._outputs, self.weights, self._take_layouts)]
         return plan.graphs
 
     def _unplanned(self) -> None:
@@ -947,17 +1020,35 @@ class Backend:
             ranks=ranks_of(joint, called_with),
         )
 
-    def _plan_fixed(self, step: Step) -> Plan:
-        """Plan a step of fixed sizes, and append the plan to `plans`."""
+    def _plan_fixed(self, step: Step, outputs: DroppedOutputs) -> tuple[Plan, Step]:
+        """Plan a step of fixed sizes, and append the plan to `plans`; return it with the step as it was planned.
+
+        Args:
+            outputs: what the caller does with those of such calls.
+        """
         step = self._as_percent_of_largest(step)
-        try:
-            plan = FixedStep(step, self.options).plan()
-        except BudgetTooSmall as error:
-            larger = self._largest_call.with_more(error.budget, self.options.budget)
-            if larger is None or len(step.ranks.ranks) > 1:
-                raise
-            step = replace(step, reference=larger)
-            plan = FixedStep(step, self.options).plan()
+
+        def plan_step() -> Plan:
+            nonlocal step
+            try:
+                return FixedStep(step, self.options).plan()
+            except BudgetTooSmall as error:
+                larger = self._largest_call.with_more(error.budget, self.options.budget)
+                if larger is None or len(step.ranks.ranks) > 1:
+                    raise
+                step = replace(step, reference=larger)
+                return FixedStep(step, self.options).plan()
+
+        def drop(places: Set[int]) -> None:
+            nonlocal step
+            step = replace(step, graph=step.graph.dropping(places))
+
+        if len(step.ranks.ranks) > 1 or self.options.plan is not None:
+            plan = plan_step()
+            outputs.places |= places_of(plan.captured, plan.captured.dropped_outputs)  # those of a saved plan
+        else:
+            in_percent = isinstance(self.options.budget, Percent)
+            plan = outputs.fitting(plan_step, step.graph, drop, in_percent=in_percent)
         if isinstance(budget := self.options.budget, Percent) and step.reference is None:
             everything = math.ceil(plan.budget * 100 / budget.of_keep_all)
             self._largest_call.note(Reference(bytes=everything, of=step.called_with))
@@ -968,7 +1059,7 @@ class Backend:
         self._take_plan(plan)
         if self.until is Until.RUN:
             self._called_with.add(step.called_with)
-        return plan
+        return plan, step
 
     def _as_percent_of_largest(self, step: Step) -> Step:
         """Return the step with the call that a budget in percent refers to, if an earlier one was larger."""
@@ -1035,6 +1126,7 @@ class Backend:
             plans,
             as_called=as_called,
             described=partial(_shapes_at, _input_places(placeholders)),
+            outputs=self._outputs,
             on_plan=self._take_plan,
         )
         self._sized_steps.append(sized)
@@ -1090,6 +1182,7 @@ class _FixedStep:
 
     plan: Plan
     captured: Step
+    outputs: DroppedOutputs  # what the caller does with those of such calls
     weights: Weights | None
     # told of this step, and whether gradients of the outputs lie as traced, whenever that or the plan changes
     take_layouts: Callable[[_FixedStep, bool], None]
@@ -1127,6 +1220,7 @@ class _FixedStep:
 
         def backward(arguments: list[Any]) -> Any:
             nonlocal told
+            self.outputs.begin_backward()
             if weights is None and any_batched(arguments[-given:]):
                 return [_zeros(node) for node in outputs]  # a hook replaces them: see `double_backward`
             unused = unused_outputs()

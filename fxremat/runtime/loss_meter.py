@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from fxremat.device import Ability, kind_of
 from fxremat.graphs.accounting import assumed_for, numbers_of_loss
 from fxremat.graphs.nodes import storage_bytes
+from fxremat.runtime.dropped_outputs import WatchedOutputs
 from fxremat.runtime.step_memory import Border, OtherModels, Recorded, recorder_of
 from fxremat.torch_private import (
     accumulates_into,
@@ -32,6 +34,7 @@ from fxremat.torch_private import (
     is_compiled_backward,
     is_node_of,
     is_transformed,
+    kept_graph,
     roots_of_backward,
     sequence_number,
     storage_of,
@@ -53,7 +56,16 @@ class MeasuredLoss:
     early: int  # of gradients of parameters that are there by then, and were not when the forward began, beside `held`
     fixed: int  # of gradients of parameters that only the loss has, within `peak` and `held`
     exact: bool  # False if an earlier, higher peak of the process hides the peak of the loss
+    # outputs of the model that are gone when its backward begins: place -> bytes, which are not taken off `held`
+    dropped: Mapping[int, int] = field(default_factory=dict)
     anew: bool = False  # what was measured before counts no more, since models that the loss consists of have new plans
+
+
+class OutputsHeard(NamedTuple):
+    """Whom to tell what the caller does with the outputs of a call."""
+
+    begins: Callable[[WatchedOutputs], None]  # called as the backward of the step begins
+    ended: Callable[[WatchedOutputs], None]  # called when the backward has ended, unless that keeps its graph
 
 
 class _Outputs(NamedTuple):
@@ -159,10 +171,14 @@ def levels_of(device: torch.device) -> tuple[int, int] | None:
 class LossMeter:
     """A wrapper of a compiled step that measures the memory of the loss, which is computed outside of the step.
 
+    It also tells what the caller does with the outputs until the backward has ended.
+
     Args:
         step: the compiled step.
         trained: indices of the step's outputs that require grad.
         judge: called after each call that is measured; returns a function that takes the measurement.
+        of_outputs: called after each call, with whether it is measured; returns whom to tell what the caller does with
+            its outputs, or None.
         others: tells whether other models have new plans; then the loss is measured again, and where they have replaced
             plans, what was measured before counts no more. Is told of this step.
         stepping: the step updates its parameters itself, and has their gradients elsewhere.
@@ -173,14 +189,17 @@ class LossMeter:
         step: Callable[..., Sequence[Any]],
         trained: Sequence[int],
         judge: Callable[[], Callable[[MeasuredLoss], None]],
+        of_outputs: Callable[[bool], OutputsHeard | None],
         others: OtherModels,
         *,
         stepping: bool = False,
     ) -> None:
         self.step, self.trained, self.stepping = step, tuple(trained), stepping
-        self._judge, self._others = judge, others
+        self._judge, self._of_outputs, self._others = judge, of_outputs, others
         self.calls = 0
         self._stop: Callable[[], None] | None = None
+        self._stop_outputs: Callable[[], None] = lambda: None
+        self._node: weakref.ref[Any] | None = None  # of the backward of the call whose outputs are watched
         self._data: list[int] | None = None  # the places of inputs that are no parameters
         self._largest = 0  # the most numbers that these had in a call that was measured, since others have their plans
         self._anew = False  # True if others have new plans, and nothing was measured since
@@ -193,6 +212,7 @@ class LossMeter:
         measured = changed or (self.calls + 1) & self.calls == 0
         leaves = [x for x in inputs if _is_without_gradient(x)] if measured and not self.stepping else []
         self._unwatch()
+        self._stop_outputs()
         meter = _recorder(inputs) if measured else None
         with contextlib.ExitStack() as failed:
             if meter is not None:
@@ -201,9 +221,32 @@ class LossMeter:
             self.calls += 1
             if self._others.exist and (node := self._node_of(outputs)) is not None:
                 self._others.own_step_waits = _waiting_for(node)
-            if measured and self._measure(outputs, leaves, meter):
+            watched = self._watch_outputs(outputs, inputs, measured=measured)
+            if measured and self._measure(outputs, watched, leaves, meter):
                 failed.pop_all()
         return outputs
+
+    def _watch_outputs(self, outputs: Sequence[Any], inputs: Sequence[Any], *, measured: bool) -> WatchedOutputs:
+        """Tell what the caller does with the outputs, where that is of interest."""
+        heard, node = self._of_outputs(measured), self._node_of(outputs)
+        if node is None or heard is None:
+            return WatchedOutputs(())
+        watched, reached = WatchedOutputs.of(outputs, inputs), list[bool]()
+
+        def begins(_: Sequence[Tensor | None]) -> None:
+            handle.remove()
+            heard.begins(watched)
+            reached.append(True)
+
+        def ended() -> None:
+            if reached and sys.exc_info()[0] is None and not kept_graph():
+                self._stop_outputs()
+                heard.ended(watched)
+
+        handle, stop = node.register_prehook(begins), watching_backward(lambda: None, ended)
+        self._node = weakref.ref(node, lambda _: stop())  # the call may be dropped without a backward
+        self._stop_outputs = stop
+        return watched
 
     def _has_larger(self, inputs: Sequence[Any]) -> bool:
         """Tell whether inputs are larger than those of all calls since others have their plans, by more than `GROWTH`.
@@ -216,7 +259,9 @@ class LossMeter:
         self._largest = count
         return True
 
-    def _measure(self, outputs: Sequence[Any], leaves: Sequence[Tensor], meter: Recorded | None) -> bool:
+    def _measure(
+        self, outputs: Sequence[Any], watched: WatchedOutputs, leaves: Sequence[Tensor], meter: Recorded | None
+    ) -> bool:
         """Measure the loss that follows; return True if the meter goes on."""
         node, trained = self._node_of(outputs), [outputs[position] for position in self.trained]
         others = [t for position, t in enumerate(outputs) if position not in self.trained and isinstance(t, Tensor)]
@@ -224,11 +269,11 @@ class LossMeter:
         if node is None:
             return False
         if not tensors:
-            self._watch(node, _Outputs.of([], []), leaves, None)
+            self._watch(node, _Outputs.of([], []), watched, leaves, None)
             return False
         device, known = tensors[0].device, _Outputs.of(tensors, others)
         if (before := levels_of(device)) is None:
-            self._watch(node, known, leaves, meter)
+            self._watch(node, known, watched, leaves, meter)
             return meter is not None
         look, judge, sizes, assumed = self._look(node, leaves), self._taking(), known.gradients, known.assumed
 
@@ -240,8 +285,10 @@ class LossMeter:
             (start, top), (level, highest) = before, now
             exact = highest > top
             peak = (highest if exact else max(level, start)) - start
-            held, fixed = level - start - _arrived(sizes, gradients), look.found.others
-            judge(MeasuredLoss(assumed=assumed, peak=peak, held=held, early=0, fixed=fixed, exact=exact))
+            dropped, fixed = watched.dropped, look.found.others
+            held = level - start - _arrived(sizes, gradients) + sum(dropped.values())
+            loss = MeasuredLoss(assumed=assumed, peak=peak, held=held, early=0, fixed=fixed, exact=exact)
+            judge(replace(loss, dropped=dropped))
 
         handle, self._stop = node.register_prehook(tell), watching_backward(look, lambda: None)
         return False
@@ -267,7 +314,14 @@ class LossMeter:
         nodes = (outputs[position].grad_fn for position in self.trained)
         return next((node for node in nodes if node is not None and is_compiled_backward(node)), None)
 
-    def _watch(self, node: Any, outputs: _Outputs, leaves: Sequence[Tensor], meter: Recorded | None) -> None:
+    def _watch(
+        self,
+        node: Any,
+        outputs: _Outputs,
+        watched: WatchedOutputs,
+        leaves: Sequence[Tensor],
+        meter: Recorded | None,
+    ) -> None:
         """Measure the loss on a device without counters.
 
         If the program starts a profiler of its own, look for what stays of the loss when the model's backward begins,
@@ -284,7 +338,8 @@ class LossMeter:
         assumed, sizes, known = outputs.assumed, outputs.gradients, {storage_of(t) for t in outputs.tensors}
         numbers = numbers_of_loss(outputs.tensors[0].device) if outputs.tensors else 0
         leaves_forward = meter.border() if meter is not None else None
-        reaches_backward = list[tuple[Border, int]]()  # with the bytes of the gradients that arrive there
+        # with the bytes of the gradients that arrive there, and the outputs that are dropped by then
+        reaches_backward = list[tuple[Border, int, Mapping[int, int]]]()
         if meter is not None:
             meter.leave(0)
 
@@ -294,24 +349,28 @@ class LossMeter:
                 self._unwatch()
                 return
             if meter is not None and meter.measures_loss and meter.is_here:
-                reaches_backward.append((meter.border(in_backward=True), _arrived(sizes, gradients)))
+                border = meter.border(in_backward=True)
+                reaches_backward.append((border, _arrived(sizes, gradients), watched.dropped))
                 return
             self._unwatch()
             found = made_from(current_node()) if looks else ()
             held = {storage_of(each): each.untyped_storage().nbytes() for each in found}
             size = sum(count for storage, count in held.items() if storage not in known)
             size += numbers if size else 0
-            judge(MeasuredLoss(assumed=assumed, peak=None, held=size, early=look.found.own, fixed=0, exact=False))
+            loss = MeasuredLoss(assumed=assumed, peak=None, held=size, early=look.found.own, fixed=0, exact=False)
+            judge(replace(loss, dropped=watched.dropped))
 
         def after() -> None:
             if not reaches_backward:
                 return
             self._unwatch()
-            ((end, arrived),), start = reaches_backward, leaves_forward
+            ((end, arrived, dropped),), start = reaches_backward, leaves_forward
             if start is not None and start.level is not None and end.level is not None and end.peak is not None:
                 early, fixed = look.found
                 peak, held = max(0, end.peak - start.level - early), end.level - start.level - arrived - early
-                judge(MeasuredLoss(assumed=assumed, peak=peak, held=held, early=early, fixed=fixed, exact=True))
+                held += sum(dropped.values())
+                loss = MeasuredLoss(assumed=assumed, peak=peak, held=held, early=early, fixed=fixed, exact=True)
+                judge(replace(loss, dropped=dropped))
 
         handle, stop = node.register_prehook(reached), watching_backward(look, after)
 

@@ -31,6 +31,7 @@ from fxremat.options import Options
 from fxremat.planning.sizes import PlansOfSizes
 from fxremat.plans import Plan
 from fxremat.runtime.contract import Contract
+from fxremat.runtime.dropped_outputs import DroppedOutputs
 from fxremat.runtime.emitted import Emitted, EmittedPrograms
 from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.candidate import Candidate
@@ -79,6 +80,7 @@ class Sized:
         plans: makes the plan for the sizes of a call.
         as_called: returns the arguments of the forward in the order in which dynamo captured the model's inputs.
         described: returns the sizes of arguments in that order as text, for messages.
+        outputs: what the caller does with those of such calls.
         on_plan: called with every new plan.
     """
 
@@ -89,11 +91,12 @@ class Sized:
         *,
         as_called: Callable[[Sequence[Any]], Sequence[Any]],
         described: Callable[[Sequence[Any]], str],
+        outputs: DroppedOutputs,
         on_plan: Callable[[Plan], None],
     ) -> None:
         self._graph, self._plans = graph, plans
         self._as_called, self._described, self._on_plan = as_called, described, on_plan
-        self._symbolic = plans.symbolic
+        self.outputs, self._symbolic = outputs, plans.symbolic
         self._outputs = len(self._symbolic.forward_outputs)
         self._slots = _Slots.of(self._symbolic)
         self._orders: list[Order] = []  # programs by number; all are kept, since a backward may still need any of them
@@ -141,6 +144,7 @@ class Sized:
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward of the program whose forward ran; the list is emptied, so that its tensors can be freed."""
+        self.outputs.begin_backward()
         if any_batched(arguments[-len(self._symbolic.tangents) :]):
             raise FxrematError(BATCHED)
         unused = unused_outputs()
@@ -162,11 +166,18 @@ class Sized:
             BudgetTooSmall: no program fits; nothing has run, and the step is unchanged.
         """
         dims, inputs = self._dims(arguments), self._as_called(arguments)
-        plan = self._plans.plan(dims, inputs=inputs, called_with=self._described(inputs), choose=self._as_emitted)
+        described = self._described(inputs)
+        plan = self.outputs.fitting(
+            lambda: self._plans.plan(dims, inputs=inputs, called_with=described, choose=self._as_emitted),
+            self._symbolic,
+            self._plans.drop,
+            in_percent=self._plans.in_percent,
+        )
         order = plan.chosen.order()
         if _key(order) not in self._number_of:
             self._number_of[_key(order)] = len(self._orders)
-            self._orders.append(replace(order, layout=replace(order.layout, graph=self._symbolic)))
+            symbolic = replace(self._symbolic, dropped_outputs=order.layout.graph.dropped_outputs)
+            self._orders.append(replace(order, layout=replace(order.layout, graph=symbolic)))
         if len(self._chosen) >= MOST_SIZES:
             self._chosen.clear()
         number = self._chosen[self._graph.shaping_of(dims)] = self._number_of[_key(order)]
@@ -181,6 +192,7 @@ class Sized:
         """Plan with these options at the next call of each combination of sizes; backwards that wait stay as they are.
         """
         self._plans.take(options)
+        self._plans.drop(self.outputs.places)
         self._chosen.clear()
 
     def contract(self) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -237,4 +249,4 @@ class Sized:
 
 
 def _key(order: Order) -> object:
-    return order.ops, order.split
+    return order.ops, order.split, order.layout.graph.dropped_outputs

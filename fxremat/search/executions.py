@@ -142,7 +142,8 @@ class Executions:
         Outputs that the caller holds since the first execution count only as temporary memory of the
         recomputation.
         """
-        op, pinned = self._graph.ops[index], self._graph.pinned
+        op = self._graph.ops[index]
+        pinned = self._graph.pinned if late else self._graph.pinned | self._graph.dropped_outputs
         in_vain = sum(self._costs.sizes.values[value] for value in op.again_writes if value in pinned)
         seed = [self._seed_of[index]] if op.random else []
         return _Execution(
@@ -158,7 +159,8 @@ class Executions:
     def _tangents_arrive(self) -> _Execution:
         sizes, tangents = self._costs.sizes, self._graph.tangent_values
         brought = sum(sizes.values[tangent] for tangent in tangents) + sizes.root
-        return _Execution((), [*tangents, self._root], max(0, sizes.outside - brought))
+        dropped = self._stored(sorted(self._graph.dropped_outputs), late=False)
+        return _Execution(dropped, [*tangents, self._root], max(0, sizes.outside - brought))
 
     def _end(self) -> _Execution:
         """Make the entry for the end of the step; it reads all values that are still alive then."""

@@ -8,7 +8,7 @@ All pictures, lists and exports of a step's memory are made from these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -68,7 +68,7 @@ class Moments:
         moments.insert(split, Moment(min(ended, until), until, LOSS, None, _block_before(moments, split)))
         tangents = program.layout.graph.tangent_values
         given = sum(sizes.values[value] for value in tangents) + sizes.root
-        later = [_moved(life, split, tangents) for life in lives]
+        later = [_moved(life, split, tangents, program.layout.graph.dropped_outputs) for life in lives]
         if sizes.outside > given:
             later.append(Life(MemoryKind.OUTSIDE, split, split, sizes.outside - given))
         return cls(program=program, moments=tuple(moments), lives=tuple(later), split=split + 1, timed=timed)
@@ -113,11 +113,13 @@ def _block_before(moments: Sequence[Moment], place: int) -> int:
     return moments[place - 1].block if place else 0
 
 
-def _moved(life: Life, split: int, tangents: Sequence[int]) -> Life:
+def _moved(life: Life, split: int, tangents: Sequence[int], dropped: Set[int]) -> Life:
     """Return an allocation with its indices after the moment of the loss was inserted at `split`, before the backward.
 
-    Gradients that the loss passes to the backward, the `tangents`, exist from that moment on.
+    Gradients that the loss passes to the backward, the `tangents`, exist from that moment on; outputs that are
+    `dropped` before the backward exist up to it.
     """
     handed_in = life.kind is MemoryKind.OUTSIDE or life.value in tangents
+    ends = life.last + (life.value in dropped and life.last == split - 1)
     begins = life.first if handed_in or life.first < split else life.first + 1
-    return replace(life, first=begins, last=life.last if life.last < split else life.last + 1)
+    return replace(life, first=begins, last=life.last if ends < split else life.last + 1)

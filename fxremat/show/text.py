@@ -230,6 +230,9 @@ def facts(plan: PlannedStep, tree: ModuleNode, *, exact: bool = True) -> Iterato
     if plan.costs.sizes.outside:
         aside = format_bytes(plan.costs.sizes.outside)
         yield "loss outside", f"{aside} for it and its gradients, as measured or assumed; loss= says better"
+    if plan.graph.dropped_outputs:
+        size = format_bytes(sum(plan.costs.sizes.values[value] for value in plan.graph.dropped_outputs))
+        yield "outputs", f"{size} of them count as dropped before the backward, as in model(...).loss.backward()"
     if tree.total.recomputed:
         again = f"{_counted(plan.op_by_op.program.recomputed, 'op')} run again, {format_bytes(tree.total.recomputed)}"
         yield "recomputes", f"{again} in {format_seconds(tree.total.extra)}: {most_in(tree, 'recomputed')}"

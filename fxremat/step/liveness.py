@@ -65,13 +65,13 @@ def live_bytes(
     live, during, split_bytes = changes.start, [], changes.start
     for position, step in enumerate(program.steps):
         if position == program.split:
-            split_bytes = live + max(changes.tangents, sizes.outside)
+            split_bytes = live + changes.dropped + max(changes.tangents, sizes.outside)
             live += changes.tangents
         live += changes.born[position]
         during.append(live + (step.workspace if isinstance(step, Transfer) else sizes.workspace[step.op]))
         live -= changes.freed[position]
     if at_hand is None and program.split == len(program.steps):  # there are no backward ops
-        split_bytes = live + max(changes.tangents, sizes.outside)
+        split_bytes = live + changes.dropped + max(changes.tangents, sizes.outside)
     return Memory(tuple(during), split_bytes, live)
 
 
@@ -81,6 +81,7 @@ class _Changes:
 
     start: int
     tangents: int  # bytes that the caller allocates between forward and backward, for gradients and a loss
+    dropped: int  # bytes of outputs that it drops before the backward, and that the backward does not read
     born: list[int]  # bytes allocated before each step
     freed: list[int]  # bytes freed after each step
 
@@ -96,7 +97,8 @@ def _changes(
         if isinstance(step, Transfer):
             born[position] += max(step.takes, 0)
             freed[position] += max(-step.takes, 0)
-    for last, size in lives(program, sizes, at_hand, kept, whole=whole):
+    found = lives(program, sizes, at_hand, kept, whole=whole)
+    for last, size in found:
         if 0 <= last < len(steps):
             freed[last] += size
     for first, last in seed_lives(program).values() if sizes.seed else ():
@@ -106,7 +108,9 @@ def _changes(
     tangents = [sizes.values[tangent] for tangent in graph.tangent_values]
     start = sum(at_hand.values()) + sum(sizes.values[primal] for primal in program.preserved)
     start += program.resident
-    return _Changes(start, sum(tangents) + sizes.root if whole else 0, born, freed)
+    outputs = (found[program.first[value]] for value in graph.dropped_outputs if value in program.first)
+    dropped = sum(size for last, size in outputs if last < program.split) if whole else 0
+    return _Changes(start, sum(tangents) + sizes.root if whole else 0, dropped, born, freed)
 
 
 def last_uses(steps: Sequence[Step | Transfer], versions: int) -> list[int]:
@@ -153,8 +157,8 @@ def lives(
     """
     graph, forever = program.layout.graph, len(program.steps)
     last = last_uses(program.steps, len(program.version_of))
-    # new values of buffers are copied over the old ones after the forward, then freed
-    for value in graph.updates:
+    # new values of buffers are copied over the old ones after the forward, then freed; so may outputs be
+    for value in graph.freed_at_split:
         if value in program.first:
             last[program.first[value]] = max(last[program.first[value]], program.split - 1)
     pinned, kept = graph.pinned, set(kept)

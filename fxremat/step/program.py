@@ -150,7 +150,8 @@ class Recorder:
     def run(self, index: int, block: int) -> None:
         """Run one op on the current versions of its operands; its results become the current versions.
 
-        Of a value that the caller of the step keeps, the first version stays current.
+        Of a value that the caller of the step keeps, the first version stays current; of an output that it drops before
+        the backward, as long as the forward runs.
 
         Raises:
             InvalidSchedule: an operand is not computed yet.
@@ -165,7 +166,8 @@ class Recorder:
                 self.give(value)
         reads = tuple([self.current[value] for value in wanted])
         writes = tuple([self.give(value) for value in made])
-        self.current |= {value: self._first[value] for value in made if value in graph.pinned}
+        kept = graph.pinned if len(self.ran) >= graph.forward_count else graph.pinned | graph.dropped_outputs
+        self.current |= {value: self._first[value] for value in made if value in kept}
         role = Role.BACKWARD if op.backward else Role.RECOMPUTE if again else Role.FORWARD
         self.steps.append(Step(index, block, role, reads, writes))
         (self._repeated if again else self.ran).add(index)

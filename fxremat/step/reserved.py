@@ -104,10 +104,14 @@ class _Events:
         self.program, self.graph, self.sizes = program, program.layout.graph, costs.sizes
         self.fresh = costs.fresh
         self.alive: set[int] = set()
-        self.bytes = [_as_asked(size, self.sizes) for _, size in lives(program, self.sizes)]
+        found = lives(program, self.sizes)
+        self.bytes = [_as_asked(size, self.sizes) for _, size in found]
         self.ends: dict[int, list[int]] = defaultdict(list)
-        for version, (last, _) in enumerate(lives(program, self.sizes)):
+        for version, (last, _) in enumerate(found):
             self.ends[last].append(version)
+        outputs = (program.first[value] for value in self.graph.dropped_outputs if value in program.first)
+        # the outputs that the caller drops after the loss, and that nothing reads later
+        self.dropped = {version for version in outputs if found[version][0] < program.split}
 
     def all(self) -> Iterator[Event]:
         """Yield the events of the step."""
@@ -120,7 +124,7 @@ class _Events:
                 yield from self._between()
             yield from self._ran(step)
             for version in self.ends[position]:
-                if version in self.alive:
+                if version in self.alive and version not in self.dropped:
                     self.alive.remove(version)
                     yield Event(version)
         if program.split == len(program.steps):
@@ -175,6 +179,9 @@ class _Events:
             yield Event(_ROOT, sizes.root)
         if sizes.outside > brought:
             yield Event(_OUTSIDE)
+        for version in sorted(self.dropped & self.alive):
+            self.alive.remove(version)
+            yield Event(version)
 
 
 def _for_a_moment(size: int) -> Iterator[Event]:

@@ -142,7 +142,9 @@ class StepGraph:
     # True if autograd keeps the gradients that it passes in alive until the backward has returned
     holds_gradients: bool
     output_values: frozenset[int]  # values that the forward graph returns, new values of overwritten inputs among them
-    kept_outputs: frozenset[int]  # values that the caller still holds after the forward
+    kept_outputs: frozenset[int]  # values that the caller gets from the forward
+    # those of `kept_outputs` that the caller drops before the backward begins, such as logits beside a loss
+    dropped_outputs: frozenset[int] = frozenset()
     mutated_primals: frozenset[int]  # inputs and buffers that the step overwrites once the forward has run
     updates: frozenset[int]  # the new values that overwrite inputs of the step, such as running statistics
     returned: frozenset[int]  # values that the backward returns: gradients of parameters and inputs
@@ -204,10 +206,10 @@ class StepGraph:
 
         O(ops).
         """
-        left_out = ("name", "sequence")
+        left_out = ("name", "sequence")  # what the caller does with the outputs is no part of the graph, either
         rows = [[getattr(one, each.name) for each in fields(one) if each.name not in left_out] for one in self.ops]
         rows += [[getattr(one, each.name) for each in fields(one) if each.name not in left_out] for one in self.values]
-        named = ("sources", "parameters", "model", "ops", "values")
+        named = ("sources", "parameters", "model", "ops", "values", "dropped_outputs")
         sets = [getattr(self, each.name) for each in fields(StepGraph) if each.name not in named]
         text = repr((rows, [sorted(one) if isinstance(one, frozenset | Mapping) else one for one in sets]))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -283,4 +285,9 @@ class StepGraph:
     @cached_property
     def pinned(self) -> frozenset[int]:
         """The values that the caller still holds after the step: outputs and returned gradients."""
-        return self.kept_outputs | self.returned
+        return (self.kept_outputs - self.dropped_outputs) | self.returned
+
+    @cached_property
+    def freed_at_split(self) -> frozenset[int]:
+        """The values that stay at least to the end of the forward: outputs that are dropped then, and new buffers."""
+        return self.dropped_outputs | self.updates

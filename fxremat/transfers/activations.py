@@ -136,7 +136,7 @@ class _Visits:
         graph = self.program.layout.graph
         value = graph.values[self.program.version_of[version]]
         size = costs.sizes.values[value.index]
-        if value.origin is not Origin.FORWARD or value.index in graph.pinned | graph.updates | costs.staying:
+        if value.origin is not Origin.FORWARD or value.index in graph.pinned | graph.freed_at_split | costs.staying:
             return 0
         return size if value.whole and value.bytes <= size else 0
 

@@ -231,7 +231,7 @@ def test_a_loss_is_measured_by_the_allocator_s_counters(
 ) -> None:
     found: list[MeasuredLoss] = []
     compiled = torch.compile(nn.Linear(4, 4), backend="aot_eager")
-    meter = LossMeter(lambda x: [compiled(x)], (0,), lambda: found.append, OtherModels())
+    meter = LossMeter(lambda x: [compiled(x)], (0,), lambda: found.append, lambda _: None, OtherModels())
     with counted(monkeypatch, levels):
         (out,) = meter(torch.ones(10, 4))
         nn.Linear(4, 3)(out).sum().backward()
@@ -265,7 +265,8 @@ def test_a_loss_that_takes_more_is_planned_for_from_the_next_call_on(
     compiled = fxremat.compile(Tokens(), mem=10**6, **FAST)
     aside = 4 * 24 * CLASSES * 4
     with counted(monkeypatch, [(0, 0), (2 * aside, 2 * aside + 512)]), caplog.at_level(logging.INFO):
-        compiled(x).sum().backward()
+        out = compiled(x)
+        out.sum().backward()
     assert aside < compiled.plan.costs.sizes.outside < aside + 100, "and some numbers"  # type: ignore[union-attr]
     assert "the loss outside the model allocated 30.5 KiB where 15.0 KiB had been set aside" in caplog.text
     compiled(x).sum().backward()

@@ -47,9 +47,11 @@ class Searched(NamedTuple):
 
 
 @cache
-def searched(name: str, effort: float = 0.0) -> Searched:
-    """The frontier of a saved step after a search on all rungs."""
+def searched(name: str, effort: float = 0.0, *, dropping: bool = False) -> Searched:
+    """The frontier of a saved step after a search on all rungs; the caller drops all outputs, or holds them."""
     graph, costs = saved(name)
+    if dropping:
+        graph = replace(graph, dropped_outputs=graph.kept_outputs)
     given = survey(graph, costs, effort=effort)
     most = given.keep_all.peak
     return Searched(graph, costs, Ladder(given=given).to(most, costs, effort=effort).frontier(most))
@@ -59,10 +61,10 @@ STEPS = st.sampled_from([*RANDOM, "gpt", "unet", "shared_pair", "overwriting"])
 
 
 @few(everyday(40))
-@given(STEPS, st.integers(0, 2**32 - 1))
-def test_a_replay_is_exact_liveness(name: str, seed: int) -> None:
+@given(STEPS, st.integers(0, 2**32 - 1), st.booleans())
+def test_a_replay_is_exact_liveness(name: str, seed: int, dropping: bool) -> None:
     """For the programs of schedules, and for any choice of recomputations."""
-    joint, costs, frontier = found = searched(name)
+    joint, costs, frontier = found = searched(name, dropping=dropping)
     assert keep_all_peak(joint, costs) == Executions(joint, costs).judge(frontier.keep_all.order())[0]
     rng = np.random.default_rng(seed)
     for candidate in (frontier.candidates[0], frontier.candidates[-1]):

@@ -25,9 +25,9 @@ def naive(
     """The memory of a program, seen by somebody who knows no better than to look at all of it at every step."""
     joint, steps, whole = program.layout.graph, program.steps, at_hand is None
     value_of, given = program.version_of, dict(at_hand or {})
-    to_the_end = {
-        version for value, version in program.first.items() if value in (joint.kept_outputs | joint.returned | kept)
-    }
+    held = (joint.kept_outputs - joint.dropped_outputs) | joint.returned | kept
+    to_the_end = {version for value, version in program.first.items() if value in held}
+    dropped = {program.first[value] for value in joint.dropped_outputs if value in program.first}
 
     def bytes_of(version: int) -> int:
         return sizes.values[value_of[version]]
@@ -35,9 +35,11 @@ def naive(
     def is_update(version: int) -> bool:
         return value_of[version] in joint.updates and program.first[value_of[version]] == version
 
-    def is_used_after(version: int, position: int) -> bool:
+    def is_used_after(version: int, position: int, *, in_backward: bool = False) -> bool:
         if is_update(version) and position < program.split - 1:
             return True  # the forward returns it
+        if version in dropped and not in_backward and position < program.split - (not whole):
+            return True  # the caller has it while the loss runs
         if joint.values[value_of[version]].origin is Origin.TANGENT and value_of[version] in joint.held_tangents:
             return version not in given
         return version in to_the_end or any(
@@ -45,7 +47,8 @@ def naive(
         )
 
     used = {version for step in steps for version in step.reads + step.writes}
-    never = {v for v in range(len(value_of)) if v not in used and not (is_update(v) and program.split)}
+    returned = {v for v in range(len(value_of)) if is_update(v) or v in dropped} if program.split else set()
+    never = {v for v in range(len(value_of)) if v not in used | returned}
     alive = given | {program.first[value]: bytes_of(program.first[value]) for value in program.preserved}
     states: dict[int, int] = {}  # op -> bytes of its generator's state
     start, during, at_split = sum(alive.values()) + program.resident, [], None
@@ -57,6 +60,8 @@ def naive(
             }
             brought = sum(tangents.values()) + sizes.root if whole else 0
             at_split = sum(alive.values()) + sum(states.values()) + other + max(brought, sizes.outside)
+            gone = {v for v in dropped if not is_used_after(v, position - 1, in_backward=True)} if whole else set()
+            alive = {v: size for v, size in alive.items() if v not in gone}
             if whole:
                 alive |= tangents
                 other += sizes.root
