@@ -23,6 +23,7 @@ from torch import fx
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.graphs.batch_norm import again_inputs, made_again
 from fxremat.graphs.collectives import is_collective
+from fxremat.graphs.handed_in import layout_of
 from fxremat.graphs.names import model_of, parameter_of, sources_of
 from fxremat.graphs.nodes import NUMBERS, is_random, storage_bytes, tangents_in, tensors_of
 from fxremat.graphs.op_key import op_key
@@ -92,6 +93,11 @@ class Captured(StepGraph):
         )
 
     @cached_property
+    def tangent_layouts(self) -> tuple[tuple[int, ...], ...]:
+        """How the gradients that autograd passes in lie in memory, as they were traced; see `layout_of`."""
+        return tuple(layout_of(node.meta["val"]) for node in self.tangent_nodes)
+
+    @cached_property
     def tangent_names(self) -> dict[int, str]:
         """For each forward output that gets a gradient, the name of the placeholder of that gradient."""
         places = map(_index_of, self.tangent_nodes)
@@ -147,6 +153,11 @@ def place_of_output(desc: Any) -> int | None:
     """
     index: int | None = getattr(getattr(desc, "base_of", desc), "idx", None)
     return index
+
+
+def lie_as_traced(gradients: Sequence[object], captured: Captured) -> bool:
+    """Tell whether the gradients that autograd passes in lie in memory as they were traced."""
+    return tuple(map(layout_of, gradients)) == captured.tangent_layouts
 
 
 def places_of(graph: Captured, values: Set[int]) -> frozenset[int]:

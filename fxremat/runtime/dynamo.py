@@ -37,13 +37,13 @@ from fxremat.graphs.accounting import device_of, held, held_beside_copies, large
 from fxremat.graphs.captured import (
     Captured,
     inputs_of,
+    lie_as_traced,
     note_dropped,
     places_of,
     read_joint,
     with_updates_inside,
 )
 from fxremat.graphs.cudnn_batch_norm import batch_norms_of_cudnn
-from fxremat.graphs.handed_in import layout_of
 from fxremat.graphs.names import FLOAT, note_names
 from fxremat.graphs.nodes import tangents_in
 from fxremat.graphs.region import runnable
@@ -187,7 +187,7 @@ class Backend:
 
     Attributes:
         given: the options as the user gave them, without what calls added to `options`.
-        plans: the latest plans, newest last; older ones go on running, but are not in the list any more.
+        plans: the plans that were made or ran latest, in this order; others go on running, but are not in the list.
         until: the stage at which calls end; those that end before they run raise `Reached`.
         outdated: True if the next call has to capture the model again.
         loss_is_other: True if it has to plan again, for another loss outside of the model.
@@ -545,12 +545,14 @@ class Backend:
         self._of_other_loss += [step] if step not in self._of_other_loss else []
         self.loss_is_other = True
 
-    def _take_layouts(self, step: _FixedStep, as_traced: bool) -> None:
+    def _take_layouts(self, step: _FixedStep | Sized, plan: Plan, as_traced: bool) -> None:
         """Plan again at the next call if the gradients that a loss outside hands in lie as traced, or do so no more.
 
         Plans have room for copies of them, until it is known that they lie as traced.
+
+        Args:
+            step: the captured step, and its plan at the sizes of the call.
         """
-        plan = step.plan
         if self.coordinator is not None or communicates(plan.graph):
             return
         known = self.options.loss_seen or SeenLoss()
@@ -812,11 +814,20 @@ class Backend:
                 if isinstance(step, Sized):
                     step.choose(arguments)
                 raise Reached
-            if not isinstance(step, CalledGraph):
-                self._last_step = step
-            return run(arguments)
+            if isinstance(step, CalledGraph):
+                return run(arguments)
+            self._last_step = step
+            outputs = run(arguments)
+            if step.plan is not None and (not self.plans or self.plans[-1] is not step.plan):
+                self._put_last(step.plan)
+            return outputs
 
         return taking_a_list(forward)
+
+    def _put_last(self, plan: Plan) -> None:
+        others = [each for each in self.plans if each is not plan]
+        self.plans.clear()
+        self.plans.extend((*others, plan))
 
     def _partition(
         self,
@@ -1127,6 +1138,7 @@ class Backend:
             as_called=as_called,
             described=partial(_shapes_at, _input_places(placeholders)),
             outputs=self._outputs,
+            take_layouts=self._take_layouts,
             on_plan=self._take_plan,
         )
         self._sized_steps.append(sized)
@@ -1184,8 +1196,8 @@ class _FixedStep:
     captured: Step
     outputs: DroppedOutputs  # what the caller does with those of such calls
     weights: Weights | None
-    # told of this step, and whether gradients of the outputs lie as traced, whenever that or the plan changes
-    take_layouts: Callable[[_FixedStep, bool], None]
+    # told of this step, its plan, and whether gradients of the outputs lie as traced, whenever that or the plan changes
+    take_layouts: Callable[[_FixedStep, Plan, bool], None]
 
     def forward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """Return the function that runs the forward graph."""
@@ -1215,7 +1227,6 @@ class _FixedStep:
         backwards, weights = Backward(graph, self.plan.captured.tangent_names), self.weights
         losses, needs = self.plan.loss_places, self.plan.captured.outputs_needed
         given, outputs = len(self.plan.captured.tangent_nodes), self.plan.captured.backward_outputs
-        traced = [layout_of(node.meta["val"]) for node in self.plan.captured.tangent_nodes]
         told: tuple[bool, Plan] | None = None
 
         def backward(arguments: list[Any]) -> Any:
@@ -1224,11 +1235,11 @@ class _FixedStep:
             if weights is None and any_batched(arguments[-given:]):
                 return [_zeros(node) for node in outputs]  # a hook replaces them: see `double_backward`
             unused = unused_outputs()
-            as_traced = not any(map(operator.ne, map(layout_of, arguments[-given:]), traced))
+            as_traced = lie_as_traced(arguments[-given:], self.plan.captured)
             is_new = told is None or told[0] != as_traced or told[1] is not self.plan
             if is_new and not unused:  # instead of gradients that are missing there are zeros
                 told = as_traced, self.plan
-                self.take_layouts(self, as_traced)
+                self.take_layouts(self, self.plan, as_traced)
             run = self._beside_others(backwards.of(unused), "backward")
             if weights is None:
                 return without(run(arguments), needs, unused)

@@ -397,7 +397,7 @@ class Inside:
 
     @property
     def plan(self) -> Any:
-        """The latest plan; None before the first training call, which makes it.
+        """The plan of the latest call; None before the first training call, which makes it.
 
         For a model that consists of several graphs it is a `PlanOfGraphs`. It is made after the backward of the first
         step in which nothing is captured, mostly the second step (docs/graphs.md), and None if nothing fits: the next
@@ -410,7 +410,7 @@ class Inside:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The latest plans, newest last: one for each combination of input shapes."""
+        """The plans of the latest calls, one for each combination of input shapes; that of the last is last."""
         return tuple(self._module._fxremat.backend.plans)
 
     def to_device(self) -> Any:
@@ -433,8 +433,8 @@ class Rematerialized(_Base):
 
     It adds the attributes `.plan` and `.fxremat`.
 
-    `.plan` is the latest plan, and `.fxremat` is an `Inside`. A model that has attributes of these names keeps
-    them.
+    `.plan` is the plan of the latest call, and `.fxremat` is an `Inside`. A model that has attributes of these names
+    keeps them.
     """
 
     __slots__ = ()

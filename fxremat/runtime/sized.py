@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from fxremat.errors import FxrematError
-from fxremat.graphs.captured import Captured
+from fxremat.graphs.captured import Captured, lie_as_traced
 from fxremat.graphs.nodes import is_number
 from fxremat.graphs.symbolic import Dims, Numbers, SymbolicGraph
 from fxremat.options import Options
@@ -81,6 +81,8 @@ class Sized:
         as_called: returns the arguments of the forward in the order in which dynamo captured the model's inputs.
         described: returns the sizes of arguments in that order as text, for messages.
         outputs: what the caller does with those of such calls.
+        take_layouts: called with this step, its plan at the sizes of a call, and whether gradients of the outputs lie
+            as traced there, whenever that changes.
         on_plan: called with every new plan.
     """
 
@@ -92,11 +94,14 @@ class Sized:
         as_called: Callable[[Sequence[Any]], Sequence[Any]],
         described: Callable[[Sequence[Any]], str],
         outputs: DroppedOutputs,
+        take_layouts: Callable[[Sized, Plan, bool], None],
         on_plan: Callable[[Plan], None],
     ) -> None:
         self._graph, self._plans = graph, plans
         self._as_called, self._described, self._on_plan = as_called, described, on_plan
         self.outputs, self._symbolic = outputs, plans.symbolic
+        self._take_layouts = take_layouts
+        self._told: tuple[bool, Plan] | None = None  # what that was called with last
         self._outputs = len(self._symbolic.forward_outputs)
         self._slots = _Slots.of(self._symbolic)
         self._orders: list[Order] = []  # programs by number; all are kept, since a backward may still need any of them
@@ -150,6 +155,12 @@ class Sized:
         unused = unused_outputs()
         count = len(self._graph.places)
         dims = tuple(int(argument) for argument in arguments[:count])
+        plan = self._plans_at.get(self._graph.shaping_of(dims))
+        if plan is not None and not unused:  # instead of gradients that are missing there are zeros
+            as_traced = lie_as_traced(arguments[-len(self._symbolic.tangents) :], plan.captured)
+            if self._told is None or self._told[0] != as_traced or self._told[1] is not plan:
+                self._told = as_traced, plan
+                self._take_layouts(self, plan, as_traced)
         program, numbers = self._program(int(arguments[count])), self._numbers(dims)
         tensors = count + 1 + self._slots.numbers
         given = [numbers.of(size) for size in program.backward_sizes]

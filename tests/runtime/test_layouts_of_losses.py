@@ -66,7 +66,8 @@ def test_only_another_program_is_captured_for(mem: str, graphs: int) -> None:
     torch._dynamo.utils.counters.clear()
     compiled = fxremat.compile(Denoiser(), mem=mem, **FAST)
     for _ in range(4):
-        as_traced(compiled(x), y).backward()
+        outputs = compiled(x)
+        as_traced(outputs, y).backward()
         compiled.zero_grad()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     first, last = compiled.fxremat.plans[0], compiled.plan

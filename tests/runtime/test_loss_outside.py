@@ -277,6 +277,40 @@ def test_a_loss_that_takes_more_is_planned_for_from_the_next_call_on(
     assert len(compiled.fxremat.plans) == 2
 
 
+def test_gradients_that_lie_as_traced_are_not_copied_at_sizes_that_change(caplog: pytest.LogCaptureFixture) -> None:
+    """The backward of an output that is a reshape copies gradients that lie otherwise, such as expanded ones."""
+
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(8, 16), nn.Linear(16, 256)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(F.gelu(self.first(x)))
+
+    def square(out: Tensor) -> Tensor:
+        return F.mse_loss(out, targets[out.shape[0]])
+
+    def step(x: Tensor, loss: Callable[[Tensor], Tensor]) -> None:
+        out = compiled(x)
+        loss(out).backward()
+
+    torch.manual_seed(0)
+    inputs = {count: torch.randn(count, 6, 8) for count in (4, 6)}
+    targets = {count: torch.randn(count, 6, 256) for count in inputs}
+    compiled: Any = fxremat.compile(Language(), mem="100%", dynamic=True, **FAST)
+    for count in (4, 4, 6, 6):
+        step(inputs[count], square)
+    for count in (4, 6):
+        found = peak_bytes(lambda count=count: step(inputs[count], square))  # type: ignore[misc]
+        assert found <= compiled.plan.predicted_peak <= 1.02 * found, "it is the plan of the latest call"
+    caplog.clear()
+    step(inputs[6], lambda out: out.transpose(0, 1).contiguous().pow(2).mean())
+    assert "hands in gradients that lie otherwise than in the steps before" in caplog.text
+    step(inputs[6], square)
+    assert compiled.plan.predicted_peak > 1.02 * found, "there is room for copies from now on"
+
+
 def test_what_is_counted_for_a_loss_that_was_not_measured_is_told_where_it_is_too_much() -> None:
     def compiled(mem: int | str) -> Any:
         torch.manual_seed(0)
