@@ -66,12 +66,11 @@ def test_only_another_program_is_captured_for(mem: str, graphs: int) -> None:
     torch._dynamo.utils.counters.clear()
     compiled = fxremat.compile(Denoiser(), mem=mem, **FAST)
     for _ in range(4):
-        outputs = compiled(x)
-        as_traced(outputs, y).backward()
+        as_traced(compiled(x), y).backward()
         compiled.zero_grad()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     first, last = compiled.fxremat.plans[0], compiled.plan
-    assert last.predicted_peak == first.peak_without_copies() or graphs > 1
+    assert 0 <= first.peak_without_copies() - last.predicted_peak < 64 or graphs > 1, "but for numbers of the loss"
     assert last.predicted_peak < first.predicted_peak
 
 
