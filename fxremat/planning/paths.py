@@ -14,7 +14,7 @@ What runs between calls is not planned; its memory is measured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -141,12 +141,26 @@ class PathPlans:
         self.within, self._told_of_others = within, False
         self._outdated = WeakSet[Node]()  # calls measured before other compiled models had the plans that they have now
         self._stale = True
+        # the most bytes of a step within another model's, if that one shares its budget; None: they are not limited
+        self._most: int | None = None
+        self._retreats = False  # True while the least is taken though the budget is larger: see `retreat`
         self._set_limit()
 
     @property
     def mem(self) -> int | None:
         """The budget in bytes; None if it is a percentage, or "min", and no step has run yet."""
-        return self.limit.bytes if self.limit else None
+        if self.limit is None:
+            return None
+        return self.limit.bytes if self._most is None else min(self._most, self.limit.bytes)
+
+    @property
+    def spare(self) -> int | None:
+        """Bytes of the budget beside the least of the known steps; None as long as these are to be measured."""
+        if not self._last or 0 < self._in_vain < MOST_IN_VAIN:
+            return None
+        if self.limit is None or isinstance(self._options.budget, Percent | Least):
+            self._set_limit()
+        return None if self.mem is None else max(0, self.mem - self._least())
 
     def _set_limit(self) -> None:
         if self._last or not isinstance(self._options.budget, Percent | Least):
@@ -242,8 +256,12 @@ class PathPlans:
         self._in_vain = 0 if all(node.measured for node in nodes) else self._in_vain + 1
 
 
-    def renew(self) -> None:
+    def renew(self, room: Callable[[], int | None] | None = None) -> None:
         """Choose programs for all known paths again, if something new was measured and the present choice does not fit.
+
+        Args:
+            room: for steps within another model's: returns the bytes that they may take more than now; if that is not
+                known, they are not planned yet. None: they are not limited.
 
         Raises:
             BudgetTooSmall: the path of the last step does not fit.
@@ -258,6 +276,12 @@ class PathPlans:
         if self.limit is None or self.mem is None:
             return
         if not self._still_fits(self.mem):
+            if room is not None:
+                if self._is_planned and not isinstance(self._options.budget, Least):
+                    return  # what the other one takes meanwhile counts in its own budget, and not in this one
+                if (more := room()) is None:
+                    return
+                self._most = self._least() + more
             self._choose(self.mem)
             if self._plan is None:
                 least = self._least()
@@ -325,9 +349,25 @@ class PathPlans:
             node.policy = None
         self._stale = True
 
+    def retreat(self) -> None:
+        """Take the least in the next step, since others take more in it than was measured; choose anew after that."""
+        if self._plan is not None:
+            self._choose(self._least())
+            self._retreats = self._stale = True
+
+    @property
+    def _is_planned(self) -> bool:
+        """True if the chosen programs cover all known graph calls."""
+        covered = all(node.policy is not None for node in self.root.walk() if node.graph)
+        return self._plan is not None and covered
+
     def _still_fits(self, mem: int) -> bool:
         """Tell whether the chosen programs cover the graph calls of the last step, and fit into `mem` bytes there."""
-        if self._plan is None or any(node.policy is None for node in self.root.walk() if node.graph):
+        if self._retreats:
+            self._retreats = False
+            self.others_changed()  # what is measured under the plan that is chosen now counts
+            return False
+        if not self._is_planned:
             return False
         planned = paths.planned(self._last, mem)
         if planned is None or planned.peak > mem:

@@ -104,6 +104,7 @@ class Coordinator:
         self._told_of_profiler = False
         self._ignores_next = False
         self._others = OtherModels()
+        self._others.shares, self._others.settle = True, partial(_settle_within, weakref.ref(self))
         self._may_have_litter = True  # tensors of a step that failed, perhaps another model's, may be in cycles
 
     @property
@@ -134,6 +135,8 @@ class Coordinator:
 
     def _renew(self) -> None:
         for plans in (self.plans, self.plans_within):
+            if plans.within and self._others.has_share:
+                continue  # they are planned as the other model's step begins
             before = plans.planned
             try:
                 plans.renew()
@@ -144,6 +147,21 @@ class Coordinator:
                 self._unsettled, self._in_vain = SETTLED, 0
             if plans.planned > before:
                 self._others.note_own(replaces=True)
+
+    def settle_within(self, room: Callable[[], int | None]) -> bool:
+        """Plan the steps within those of another model; tell whether they may take more than before at some moment.
+
+        Args:
+            room: returns the bytes by which they may; None as long as that is not known.
+        """
+        if self._step is not None and self._step.over:
+            self._end()
+        before = self.plans_within.planned
+        self.plans_within.renew(room)
+        if self.plans_within.planned == before:
+            return False
+        self._others.note_own(replaces=True)
+        return True
 
     @property
     def has_graphs(self) -> bool:
@@ -178,12 +196,20 @@ class Coordinator:
 
     def _begin(self) -> None:
         self._end()
-        self._renew()
+        is_within = self._others.wait()
+        if not is_within and self._others.settle_inside(lambda: self.plans.spare):
+            # what they take now is measured in a step that takes the least itself, before the rest is used
+            self.plans.retreat()
+            self._unsettled, self._in_vain = SETTLED, 0
+            self.plans.others_changed()
+        else:
+            self._renew()
         if self._others.have_new_plans():
             self._unsettled, self._in_vain = SETTLED, 0
             for plans in (self.plans, self.plans_within):
                 plans.others_changed()
         self.steps += 1
+        self._others.steps = self.steps
         ignored, self._ignores_next = self._ignores_next, False
         # what is between calls may depend on data, so that steps 8, 16, 32 and so on are measured again
         again = self.steps > SETTLED and self.steps & (self.steps - 1) == 0
@@ -198,7 +224,6 @@ class Coordinator:
                 self._told_of_profiler = True
                 log.warning(PROFILED)
         added = {} if meter.level() is None else {id(p): p.nbytes for p in self._with_gradient}
-        is_within = self._others.wait()
         plans = self.plans_within if is_within else self.plans
         if is_within and self._others.takes_least:
             plans.take_least()
@@ -405,6 +430,7 @@ class Coordinator:
             return
         if not step.plans.is_share:
             self._rest(step)
+            self._others.ask_for_room()  # of the next steps
             raise step.plans.refusal(step.nodes, node, needed, step.gradients_behind)
         # measure the next steps again, since this step needed more memory than was known
         self._unsettled, self._in_vain = SETTLED, 0
@@ -541,6 +567,11 @@ class Coordinator:
             self._unsettled = max(int(grown), self._unsettled - 1)
         else:
             self._in_vain += 1
+
+
+def _settle_within(reference: weakref.ref[Coordinator], room: Callable[[], int | None]) -> bool:
+    coordinator = reference()
+    return coordinator is not None and coordinator.settle_within(room)
 
 
 def _waits(reference: weakref.ref[Step]) -> bool:

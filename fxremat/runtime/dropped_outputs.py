@@ -79,12 +79,14 @@ class DroppedOutputs:
         refused: the error of planning with all outputs held, while plans assume that they are dropped, though no step
             was seen; None: otherwise.
         ends: the error that ends the backward that has just begun, whose outputs are held; None: it may run.
+        may_assume: False: the call that is planned does not run, so that nothing is assumed that no step has shown.
     """
 
     places: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
     refused: BudgetTooSmall | None = None
     ends: BudgetTooSmall | None = None
+    may_assume: bool = True
 
     def new(self, dropped: Mapping[int, int]) -> frozenset[int]:
         """Return which outputs a step has dropped that plans count as held, and may count as dropped."""
@@ -126,7 +128,7 @@ class DroppedOutputs:
         """
         if self.places:
             return frozenset() if in_percent and self.refused is None else None
-        if not graph.root_tangents:
+        if not (graph.root_tangents and self.may_assume):
             return None
         large = frozenset(value for value in graph.kept_outputs - graph.returned if graph.values[value].bytes > NUMBER)
         return (places_of(graph, large) - self.held) or None

@@ -810,6 +810,8 @@ class Backend:
                 of_subclasses = [place for place, argument in enumerate(arguments) if is_tensor_of_subclass(argument)]
             for place in of_subclasses:
                 arguments[place] = arguments[place].as_subclass(torch.Tensor)
+            if isinstance(step, Sized):
+                step.outputs.may_assume = self.until is Until.RUN
             if self.until is Until.PLANNED:
                 if isinstance(step, Sized):
                     step.choose(arguments)
@@ -1038,6 +1040,7 @@ class Backend:
             outputs: what the caller does with those of such calls.
         """
         step = self._as_percent_of_largest(step)
+        outputs.may_assume = self.until is Until.RUN
 
         def plan_step() -> Plan:
             nonlocal step

@@ -16,6 +16,7 @@ not measured, and what was assumed for it counts.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import weakref
@@ -39,6 +40,7 @@ MARK = [size for each in MARKS for size in (each, -each)]
 
 They are followed by one of `Recorded.number` bytes, which identifies the meter.
 """
+MOST_WITHIN = 2  # a discriminator trains within a step of the generator, and is called once more in it
 FIRST, MOST = 5, 64  # ids of meters count up from `FIRST`, and start again after `MOST` ids
 
 
@@ -54,6 +56,14 @@ class OtherModels:
         self._all.add(self)
         self.own_step_waits: Callable[[], bool] = lambda: False  # tells whether the backward of a step may still come
         self._was_inside = False  # True once a call was within another one's step
+        self._is_inside = False  # whether the last call was
+        self._outer: weakref.ref[OtherModels] | None = None  # the one within whose step a call was last
+        self.shares = False  # True if the model shares its budget with those within its steps: see `settle_inside`
+        self.steps = 0  # number of steps that it has begun
+        self._within = (0, 0)  # the number of a step of `_outer`, and of those of this model that were within it
+        # plans the steps within those of another model; tells whether they may take more than before. Is given the
+        # bytes by which they may, as a function, which returns None as long as that is not known
+        self.settle: Callable[[Callable[[], int | None]], bool] = lambda _: False
         self.takes_least = False  # True once a model whose step this one is within had no room for more
 
     @property
@@ -81,9 +91,39 @@ class OtherModels:
     def wait(self) -> bool:
         """Tell whether the step of another one waits for its backward, so that what begins now is a part of that step.
         """
-        is_inside = any(other.own_step_waits() for other in tuple(self._all) if other is not self)
-        self._was_inside |= is_inside
+        waiting = [other for other in tuple(self._all) if other is not self and other.own_step_waits()]
+        if is_inside := bool(waiting):
+            self._was_inside = True
+            outer, (step, count) = min(waiting, key=lambda other: other._is_inside), self._within  # the one that began
+            is_same = self._outer is not None and self._outer() is outer and step == outer.steps
+            self._outer, self._within = weakref.ref(outer), (outer.steps, count + 1 if is_same else 1)
+        self._is_inside = is_inside
         return is_inside
+
+    @property
+    def has_share(self) -> bool:
+        """True if the model within whose steps this one runs gives it a share of its budget.
+
+        It does as it begins its steps. One that waits for its backward while others train is not waited for.
+        """
+        outer = self._outer() if self._outer is not None else None
+        return outer is not None and outer.shares and self._within[1] <= MOST_WITHIN
+
+    def settle_inside(self, spare: Callable[[], int | None]) -> bool:
+        """Let the models that run within this one's steps plan; tell whether any may take more than before.
+
+        Args:
+            spare: returns the bytes of the budget that are left beside the least of a step of this one, with what the
+                others take in it now, of which each gets an equal share; None as long as they are not known.
+        """
+        inside = [other for other in tuple(self._all) if other._outer is not None and other._outer() is self]
+
+        @functools.cache
+        def share() -> int | None:
+            return None if (left := spare()) is None else left // (len(inside) + 1)
+
+        settled = [other.settle(share) for other in inside]
+        return any(settled)
 
     def ask_for_room(self) -> bool:
         """Let the models that run within the steps of others take their least; tell whether any of them took more."""

@@ -116,6 +116,8 @@ def test_outputs_that_are_held_take_no_step_over_the_budget(dynamic: bool | None
         except fxremat.BudgetTooSmall as error:
             refused.append(str(error))
 
+    with pytest.raises(fxremat.BudgetTooSmall, match="no schedule fits"):
+        fxremat.compile(language(), mem=most, dynamic=dynamic, example_inputs=(TOKENS,), **FAST)
     assert peaks(compiled, step, 1)[0] <= most
     assert "fits only if 250.0 KiB of outputs are dropped before the backward" in refused[0]
     assert all(parameter.grad is None for parameter in compiled.parameters())

@@ -121,7 +121,8 @@ def test_a_cycle_gan(mem: str) -> None:
     for name, step in (("there", gan.train_generators), ("one", gan.train_one)):
         plan, measured = gan.models[name].plan, peak_of(gan.models, step)
         assert measured <= plan.budget, name  # type: ignore[union-attr, operator]
-        assert name == "one" or plan.predicted_peak <= 1.06 * measured  # type: ignore[union-attr, operator]
+        more = 1.06 if mem == "min" else 1.12
+        assert name == "one" or plan.predicted_peak <= more * measured  # type: ignore[union-attr, operator]
 
 
 @pytest.mark.parametrize("share", [1.05, 1.5])
@@ -143,6 +144,47 @@ def test_a_second_tower_leaves_the_first_one_room_within_a_budget_in_bytes(
     assert all(map(torch.equal, steps(models, step), least))
     assert peak_of(models, step) <= models["one"].plan.predicted_peak <= budget  # type: ignore[union-attr]
     assert [record.message for record in caplog.records if "runs with its least from now on" in record.message]
+
+
+@pytest.mark.parametrize(
+    ("order", "share"),
+    [
+        ("one other other one", 1.3),
+        *(
+            pytest.param(order, share, marks=pytest.mark.long)
+            for order, share in [
+                ("one other other one", 3.0),
+                ("one one other other", 1.3),
+                ("one one other other", 3.0),
+                ("one other other", 1.5),
+                ("one one other", 2.0),
+            ]
+        ),
+    ],
+)
+def test_models_that_are_called_in_turn_share_a_budget_in_bytes(order: str, share: float) -> None:
+    """Each would take all that the other leaves it, as both plan after the same step."""
+    x = torch.randn(ROWS, 64)
+
+    def trained(mem: str | int, count: int) -> tuple[Models, Callable[[], None]]:
+        torch.manual_seed(0)
+        models = compiled({"one": Layers(), "other": Layers()}, mem)
+
+        def step() -> None:
+            made: dict[str, list[Tensor]] = {"one": [], "other": []}
+            for name in order.split():
+                made[name].append(models[name](made["one"][0] if made["one"] and name == "other" else x))
+            torch.stack([out.square().mean() for outs in made.values() for out in outs]).sum().backward()
+
+        steps(models, step, count=count)
+        return models, step
+
+    models, step = trained("min", 4)
+    least, wanted = peak_of(models, step), steps(models, step, count=1)
+    for count in (2, 3, 4):
+        models, step = trained(int(share * least), count)
+        assert peak_of(models, step) <= share * least, f"step {count}"
+    assert all(map(torch.equal, steps(models, step, count=1), wanted))
 
 
 class Narrow(nn.Module):
