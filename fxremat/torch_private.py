@@ -757,6 +757,29 @@ def methods_left_to_python() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def names_of_classes() -> Iterator[None]:
+    """Within this context, dynamo traces methods of the names of a tensor's class.
+
+    `type(weight).__module__.startswith("torchao.")`, which peft's DoRA asks, ends a graph otherwise, though names are
+    constants (`GetAttrVariable.call_method` of `torch/_dynamo/variables/misc.py`, torch 2.11, 2.13, 2.14).
+    """
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.misc import GetAttrVariable
+
+    own = GetAttrVariable.call_method
+
+    def call_method(self: Any, tx: Any, name: str, *arguments: Any, **named: Any) -> Any:
+        if self.name in ("__module__", "__name__", "__qualname__"):
+            with contextlib.suppress(NotImplementedError):
+                if isinstance(constant := self.as_python_constant(), str):
+                    return ConstantVariable.create(constant).call_method(tx, name, *arguments, **named)
+        return own(self, tx, name, *arguments, **named)
+
+    with mock.patch.object(GetAttrVariable, "call_method", call_method):
+        yield
+
+
+@contextlib.contextmanager
 def packed_sequences_left_to_python() -> Iterator[None]:
     """Within this context, dynamo ends a graph before each call of nn.RNN, nn.GRU or nn.LSTM with packed sequences.
 
@@ -988,7 +1011,8 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     quiet = silent("torch._subclasses.fake_tensor", "torch._dynamo.exc", METRICS)
     refused, containers = _computed_by_python(), _containers_of_python()
     counted = _integers_of_globals_counted() if dynamic is not True else contextlib.nullcontext()
-    with dynamo_config.patch(known), apart, refused, containers, counted, quiet, methods_left_to_python():
+    traced = methods_left_to_python(), names_of_classes()
+    with dynamo_config.patch(known), apart, refused, containers, counted, quiet, traced[0], traced[1]:
         yield
 
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxremat
 from fxremat.settings import Search
 from tests.toys import WIDTH, Loss, Stack, assert_as_plain, record, rows, scalar
-from tests.training import same
+from tests.training import gradients_of, same, unequal
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
 FAST: Any = {"search": Search(seconds=0.0)}
@@ -439,3 +439,27 @@ def test_ours_can_be_set_over_and_come_back() -> None:
     assert compiled.plan == 5
     del compiled.plan
     assert compiled.plan is None
+
+
+class NamesOfClasses(nn.Module):
+    """Asks for the names of its weight's class, as peft's DoRA does for quantized weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = type(self.layer.weight)
+        if kind.__module__.startswith("torchao.") or not kind.__qualname__.endswith("Parameter"):
+            x = x + 1
+        return self.layer(x).tanh()  # type: ignore[no-any-return]
+
+
+def test_names_of_classes_end_no_graph() -> None:
+    torch.manual_seed(0)
+    plain = NamesOfClasses()
+    compiled = fxremat.compile(copy.deepcopy(plain), mem="100%", fullgraph=True, search=Search(seconds=0.0))
+    x = torch.randn(4, 8)
+    for model in (plain, compiled):
+        model(x).sum().backward()
+    assert unequal(gradients_of(compiled), gradients_of(plain)) == []
