@@ -26,12 +26,14 @@ from fxremat.search.skeleton import Skeleton, Skeletons
 from fxremat.search.survey import survey
 from fxremat.settings import Search
 from fxremat.step.costs import Costs
-from fxremat.step.liveness import live_bytes
+from fxremat.step.layout import Layout
+from fxremat.step.liveness import Sizes, live_bytes
 from fxremat.step.order import rematerialize
 from fxremat.step.program import Order
-from fxremat.step.step_graph import StepGraph
+from fxremat.step.step_graph import Origin, StepGraph
 from tests.dags import few
 from tests.draws import everyday
+from tests.joints import graph_of, op
 from tests.saved_steps import RANDOM, saved
 from tests.test_planner import INPUTS, Deep
 
@@ -94,6 +96,17 @@ def test_copies_of_what_the_forward_overwrites_count_where_the_backward_reads_th
     copied = [bool(program.preserved) for program in programs]
     assert any(copied)
     assert not all(copied)
+
+
+def test_outputs_that_are_dropped_are_there_while_the_loss_runs() -> None:
+    origins = [Origin.PRIMAL, Origin.FORWARD, Origin.FORWARD, Origin.TANGENT, Origin.BACKWARD]
+    ops = [op([0], [1]), op([0], [2]), op([3, 2], [4], backward=True)]
+    both = frozenset({1, 2})
+    joint = graph_of(origins, ops, kept_outputs=both, dropped_outputs=both, returned=frozenset({4}))
+    sizes = Sizes(values=(0, 50, 20, 5, 1), workspace=(0, 0, 0), outside=30)
+    costs = Costs(seconds=(1.0, 1.0, 1.0), sizes=sizes)
+    order = Order(Layout(graph=joint, blocks=(), held=frozenset()), (0, 1, 2), (0, 0, 0), 2)
+    assert keep_all_peak(joint, costs) == 50 + 20 + 30 == Executions(joint, costs).judge(order)[0]
 
 
 def _some(skeleton: Skeleton, rng: np.random.Generator, share: float) -> np.ndarray:
