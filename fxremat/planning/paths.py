@@ -269,6 +269,8 @@ class PathPlans:
         if isinstance(self._options.budget, Auto) and self.mem and has_shrunk(self.mem, self._device, self._largest):
             self._set_limit()
             self.forget()
+        if room is None:
+            self._most = None
         if not self._stale or not self._last or 0 < self._in_vain < MOST_IN_VAIN:
             return
         if self.limit is None or isinstance(self._options.budget, Percent | Least):

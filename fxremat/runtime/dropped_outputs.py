@@ -75,7 +75,7 @@ class DroppedOutputs:
 
     Attributes:
         places: the outputs that the caller drops before the backward.
-        held: outputs that it has held.
+        held: outputs that it has held, or that have to count as held.
         refused: the error of planning with all outputs held, while plans assume that they are dropped, though no step
             was seen; None: otherwise.
         ends: the error that ends the backward that has just begun, whose outputs are held; None: it may run.
@@ -116,6 +116,8 @@ class DroppedOutputs:
             except BudgetTooSmall:
                 drop(self.places)
                 raise error from None
+            if not places:
+                self.held |= self.places  # they would be counted as dropped again after the next step
             # a copy, since the traceback of the error refers to frames, which keep outputs alive
             self.places, self.refused = places, error.explained() if places else None
             return made
