@@ -423,7 +423,9 @@ class Backend:
         """
         ran = self._last_step
         plan = ran.plan if ran is not None else None
-        if ran is None or plan is None or communicates(plan.graph) or not (measured or ran.outputs.places):
+        if ran is None or plan is None:
+            return None
+        if not ran.outputs.places and (not measured or communicates(plan.graph)):
             return None
         return OutputsHeard(partial(self._check_outputs, ran, plan), partial(self._take_outputs, ran, plan))
 
@@ -432,7 +434,7 @@ class Backend:
 
         The next call plans for that, and raises `BudgetTooSmall` before anything runs.
         """
-        if ran.outputs.refuse(outputs, plan.unread_outputs()):
+        if ran.outputs.refused is not None and ran.outputs.refuse(outputs, plan.unread_outputs()):
             self._plan_for_other_loss(ran, self.options.loss_seen or SeenLoss())
 
     def _take_outputs(self, ran: _FixedStep | Sized, plan: Plan, outputs: WatchedOutputs) -> None:
