@@ -303,12 +303,13 @@ def test_gradients_that_lie_as_traced_are_not_copied_at_sizes_that_change(caplog
         step(inputs[count], square)
     for count in (4, 6):
         found = peak_bytes(lambda count=count: step(inputs[count], square))  # type: ignore[misc]
-        assert found <= compiled.plan.predicted_peak <= 1.02 * found, "it is the plan of the latest call"
+        slack = targets[count].nbytes if holds_gradients() else 0  # autograd holds the gradient, and plans free it
+        assert found <= compiled.plan.predicted_peak <= 1.02 * found + slack, "it is the plan of the latest call"
     caplog.clear()
     step(inputs[6], lambda out: out.transpose(0, 1).contiguous().pow(2).mean())
     assert "hands in gradients that lie otherwise than in the steps before" in caplog.text
     step(inputs[6], square)
-    assert compiled.plan.predicted_peak > 1.02 * found, "there is room for copies from now on"
+    assert compiled.plan.predicted_peak > 1.02 * found + slack, "there is room for copies from now on"
 
 
 def test_what_is_counted_for_a_loss_that_was_not_measured_is_told_where_it_is_too_much() -> None:
