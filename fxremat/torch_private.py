@@ -1011,8 +1011,8 @@ def capture_settings(dynamic: bool | None = False) -> Iterator[None]:
     quiet = silent("torch._subclasses.fake_tensor", "torch._dynamo.exc", METRICS)
     refused, containers = _computed_by_python(), _containers_of_python()
     counted = _integers_of_globals_counted() if dynamic is not True else contextlib.nullcontext()
-    traced = methods_left_to_python(), names_of_classes()
-    with dynamo_config.patch(known), apart, refused, containers, counted, quiet, traced[0], traced[1]:
+    left, named = methods_left_to_python(), names_of_classes()
+    with dynamo_config.patch(known), apart, refused, containers, counted, quiet, left, named:
         yield
 
 

@@ -94,7 +94,7 @@ class Captured(StepGraph):
 
     @cached_property
     def tangent_layouts(self) -> tuple[tuple[int, ...], ...]:
-        """How the gradients that autograd passes in lie in memory, as they were traced; see `layout_of`."""
+        """The traced layouts of the gradients that autograd passes in; see `layout_of`."""
         return tuple(layout_of(node.meta["val"]) for node in self.tangent_nodes)
 
     @cached_property

@@ -158,10 +158,9 @@ class Coordinator:
             self._end()
         before = self.plans_within.planned
         self.plans_within.renew(room)
-        if self.plans_within.planned == before:
-            return False
-        self._others.note_own(replaces=True)
-        return True
+        if has_planned := self.plans_within.planned > before:
+            self._others.note_own(replaces=True)
+        return has_planned
 
     @property
     def has_graphs(self) -> bool:

@@ -71,7 +71,7 @@ class WatchedOutputs:
 
 @dataclass
 class DroppedOutputs:
-    """What plans assume about the outputs of calls that differ in sizes alone.
+    """The assumptions of plans about the outputs of calls that differ in sizes alone.
 
     Attributes:
         places: the outputs that the caller drops before the backward.

@@ -435,7 +435,7 @@ class Backend:
         The next call plans for that, and raises `BudgetTooSmall` before anything runs.
         """
         if ran.outputs.refused is not None and ran.outputs.refuse(outputs, plan.unread_outputs()):
-            self._plan_for_other_loss(ran, self.options.loss_seen or SeenLoss())
+            self._plan_for_other_loss(ran)
 
     def _take_outputs(self, ran: _FixedStep | Sized, plan: Plan, outputs: WatchedOutputs) -> None:
         """Plan again at the next call if the caller has dropped outputs that the plan counts as held, or the reverse.
@@ -453,9 +453,9 @@ class Backend:
             known.places -= relied
             size = format_bytes(bytes_at(held, relied))
             log.warning(HELD_NOW, size, self.model)
-            self._plan_for_other_loss(ran, self.options.loss_seen or SeenLoss())
+            self._plan_for_other_loss(ran)
         elif self._would_drop(known, plan, outputs.dropped):
-            self._plan_for_other_loss(ran, self.options.loss_seen or SeenLoss())
+            self._plan_for_other_loss(ran)
 
     def _would_drop(self, known: DroppedOutputs, plan: Plan, dropped: Mapping[int, int]) -> bool:
         """Count outputs as dropped from now on where that lowers the peak of a plan by more than `GAIN`."""
@@ -484,14 +484,14 @@ class Backend:
             return
         if loss.anew and self._mem_with_room is not None:
             self.options, self._mem_with_room = replace(self.options, mem=self._mem_with_room), None
-            seen = (self.options.loss_seen or SeenLoss()).without_points()
-            seen = seen.with_peak(loss.assumed, loss.peak or 0).with_held(loss.assumed, max(0, loss.held))
+            seen, held = (self.options.loss_seen or SeenLoss()).without_points(), loss.held_beside(ran.outputs.places)
+            seen = seen.with_peak(loss.assumed, loss.peak or 0).with_held(loss.assumed, held)
             self._plan_for_other_loss(ran, seen)
             return
         known = self.options.loss_seen
         expected = None if known is None else known.peak_at(loss.assumed)
         planned = self.options.loss_outside.size or (loss.assumed if expected is None else expected)
-        stays = max(0, loss.held - bytes_at(loss.dropped, loss.dropped.keys() - ran.outputs.places)) + loss.early
+        stays = loss.held_beside(ran.outputs.places) + loss.early
         peak = planned if loss.peak is None else loss.peak if loss.exact else max(loss.peak, planned)
         beside = held_beside_copies(plan.captured, device_of(plan.captured))
         predicted = plan.peak_with_loss(peak + loss.early, stays + beside)
@@ -518,8 +518,7 @@ class Backend:
         if loss.assumed:
             if loss.peak is not None:
                 seen = seen.with_peak(loss.assumed, peak)
-            counted = loss.held - bytes_at(loss.dropped, loss.dropped.keys() - ran.outputs.places)
-            seen = seen.with_held(loss.assumed, max(0, counted))
+            seen = seen.with_held(loss.assumed, loss.held_beside(ran.outputs.places))
         seen = replace(seen, early=max(seen.early, loss.early), fixed=max(seen.fixed, loss.fixed))
         if drops and not (more or less):
             self._plan_for_other_loss(ran, seen)
@@ -540,10 +539,10 @@ class Backend:
             better and f'; fxremat.compile(..., loss="{better}") does from the start',
         )
 
-    def _plan_for_other_loss(self, step: _FixedStep | Sized, seen: SeenLoss) -> None:
-        """Plan a captured step again at the next call, with what is now known of the loss."""
+    def _plan_for_other_loss(self, step: _FixedStep | Sized, seen: SeenLoss | None = None) -> None:
+        """Plan a captured step again at the next call, with what is now known of the loss; None: nothing new."""
         self._before_loss = self._before_loss or self.settings
-        self.options = replace(self.options, loss_seen=seen)
+        self.options = replace(self.options, loss_seen=seen or self.options.loss_seen or SeenLoss())
         self._of_other_loss += [step] if step not in self._of_other_loss else []
         self.loss_is_other = True
 

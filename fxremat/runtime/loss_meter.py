@@ -15,7 +15,7 @@ import contextlib
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -60,9 +60,13 @@ class MeasuredLoss:
     dropped: Mapping[int, int] = field(default_factory=dict)
     anew: bool = False  # what was measured before counts no more, since models that the loss consists of have new plans
 
+    def held_beside(self, dropped: Set[int]) -> int:
+        """Return the bytes that are held beside a plan that counts these outputs as dropped, and others as held."""
+        return max(0, self.held - sum(size for place, size in self.dropped.items() if place not in dropped))
+
 
 class OutputsHeard(NamedTuple):
-    """Whom to tell what the caller does with the outputs of a call."""
+    """The functions that are told what the caller does with the outputs of a call."""
 
     begins: Callable[[WatchedOutputs], None]  # called as the backward of the step begins
     ended: Callable[[WatchedOutputs], None]  # called when the backward has ended, unless that keeps its graph

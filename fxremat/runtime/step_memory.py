@@ -55,7 +55,6 @@ class OtherModels:
         self._known, self._known_replaced = self._made, self._replaced
         self._all.add(self)
         self.own_step_waits: Callable[[], bool] = lambda: False  # tells whether the backward of a step may still come
-        self._was_inside = False  # True once a call was within another one's step
         self._is_inside = False  # whether the last call was
         self._outer: weakref.ref[OtherModels] | None = None  # the one within whose step a call was last
         self.shares = False  # True if the model shares its budget with those within its steps: see `settle_inside`
@@ -93,7 +92,6 @@ class OtherModels:
         """
         waiting = [other for other in tuple(self._all) if other is not self and other.own_step_waits()]
         if is_inside := bool(waiting):
-            self._was_inside = True
             outer, (step, count) = min(waiting, key=lambda other: other._is_inside), self._within  # the one that began
             is_same = self._outer is not None and self._outer() is outer and step == outer.steps
             self._outer, self._within = weakref.ref(outer), (outer.steps, count + 1 if is_same else 1)
@@ -127,7 +125,8 @@ class OtherModels:
 
     def ask_for_room(self) -> bool:
         """Let the models that run within the steps of others take their least; tell whether any of them took more."""
-        asked = [other for other in self._all if other is not self and other._was_inside and not other.takes_least]
+        inside = (other for other in self._all if other is not self and other._outer is not None)
+        asked = [other for other in inside if not other.takes_least]
         for other in asked:
             other.takes_least = True
         return bool(asked)

@@ -79,7 +79,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def whole(step: Callable[[nn.Module], None]) -> int:
-    """What plain PyTorch takes."""
+    """The peak of plain PyTorch."""
     return peaks(language(), step, 2)[-1]
 
 
@@ -166,7 +166,7 @@ def test_the_first_backward_of_two_does_not_tell() -> None:
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["fixed", "sized"])
 def test_outputs_of_which_the_caller_computes_the_loss(dynamic: bool | None) -> None:
-    """They are there until the loss is computed."""
+    """Outputs that are dropped after it still count while it runs."""
 
     def step(model: nn.Module) -> None:
         cross_entropy(model(TOKENS), TOKENS).backward()
