@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat import device as devices
-from fxremat.cost.measure import peak_of, quiet_world
+from fxremat.cost.measure import quiet_world
+from fxremat.cost.metering import peak_of
 from fxremat.device import CPU, CUDA, KINDS, MPS, ROCM, XPU, Ability, Kind, kind_of
 from fxremat.errors import FxrematError, InvalidBudget
 from fxremat.host.default import default_tier

@@ -20,7 +20,7 @@ from torch._inductor.custom_graph_pass import (  # as in torch 2.11, 2.13 and 2.
 
 from fxremat.compilers.partition import Partitioner
 from fxremat.compilers.planning import PassOptions, pass_options
-from fxremat.cost.measure import peak_of
+from fxremat.cost.metering import peak_of
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.graphs.accounting import device_of
 from fxremat.graphs.nodes import is_random

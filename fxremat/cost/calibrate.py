@@ -23,7 +23,8 @@ from torch import fx
 from fxremat.agreement import ALONE, Agreement
 from fxremat.budget import free_memory
 from fxremat.cost.made_up import value_like, weights_like
-from fxremat.cost.measure import UNBOUNDED, fresh_as_known, known_costs, peak_of, peaks_of, quiet_world
+from fxremat.cost.measure import UNBOUNDED, fresh_as_known, known_costs, quiet_world
+from fxremat.cost.metering import peak_of, peaks_of
 from fxremat.cost.remembered import keep, of_ops, recall, remembered
 from fxremat.cost.walk import given_inputs
 from fxremat.device import Ability, kind_of

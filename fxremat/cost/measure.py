@@ -20,7 +20,6 @@ import contextlib
 import hashlib
 import itertools
 import logging
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -45,6 +44,7 @@ from fxremat.cost.layouts import (
 )
 from fxremat.cost.made_up import Call, call_of
 from fxremat.cost.made_up_results import MadeUpResults
+from fxremat.cost.metering import cost_of_call, note_allocations, peak_of, seconds_of
 from fxremat.cost.walk import Walk, given_inputs
 from fxremat.device import KINDS, Ability, accelerates, kind_of
 from fxremat.errors import FxrematError
@@ -53,7 +53,6 @@ from fxremat.graphs.batch_norm import STATISTICS
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.collectives import is_collective
 from fxremat.graphs.handed_in import laid_out_by_others
-from fxremat.graphs.nodes import storage_bytes
 from fxremat.graphs.op_key import op_key
 from fxremat.graphs.overwriting import PLACE, overwriting, overwritten
 from fxremat.graphs.region import Region, laid_out
@@ -61,13 +60,11 @@ from fxremat.ops.random import GeneratorStates
 from fxremat.progress import progress
 from fxremat.step.costs import Costs, OpCost
 from fxremat.step.step_graph import Kind, Op
-from fxremat.torch_private import allocations, is_real, not_compiling, real_tensors, unprofiled
+from fxremat.torch_private import is_real, not_compiling, real_tensors, unprofiled
 
 aten = torch.ops.aten
 log = logging.getLogger(__name__)
 
-SAMPLE_SECONDS = 0.04  # an op runs repeatedly for this long, at least LEAST_RUNS and at most MOST_RUNS times
-LEAST_RUNS, MOST_RUNS = 3, 15
 RISE_SECONDS = 0.5  # this many seconds of work raise the clock rate of an idle GPU
 # bytes assumed for a compiled region that could not be measured, so that no plan with it fits any budget
 UNBOUNDED = 1 << 50
@@ -403,7 +400,7 @@ class _Visitor:
             known, cost = self.cache.op(key), self.cache.op(here)
             if cost is None:
                 peak, result = peak_of(each, self.device)
-                cost = _cost(known.seconds if known else 0.0, peak, result, self.device, new=True)
+                cost = cost_of_call(known.seconds if known else 0.0, peak, result, self.device, new=True)
                 self.cache.keep_op(here, cost)
             if known is not None and known.workspace < cost.workspace:
                 self.cache.keep_op(key, replace(known, workspace=cost.workspace))
@@ -457,11 +454,11 @@ def measured(node: fx.Node, call: Call, device: torch.device, *, fresh: bool = F
         seconds = seconds_of(_in_step(call), device, fixed=fixed)
         largest = fullest(node, call)
         peak, result = peak_of(largest, device)
-        cost = _cost(seconds, peak, result, device, new=True)
+        cost = cost_of_call(seconds, peak, result, device, new=True)
         return cost, result if largest is call else call()
     seconds, peak = _on_a_copy(call, device, fixed=fixed)
     result = call()
-    return _cost(seconds, peak, result, device, new=False), result
+    return cost_of_call(seconds, peak, result, device, new=False), result
 
 
 def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[OpCost, Any]:
@@ -486,9 +483,9 @@ def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[
         region.give_up(f"{type(error).__name__}: {error}")
     hold()
     seconds = seconds_of(run, device, prepare=hold)
-    _note_allocations(hold, device)  # the profiler knows the size of freed memory only if it has seen the allocation
+    note_allocations(hold, device)  # the profiler knows the size of freed memory only if it has seen the allocation
     peak, result = peak_of(run, device)
-    return _cost(seconds, peak, result, device, new=False), result
+    return cost_of_call(seconds, peak, result, device, new=False), result
 
 
 def _in_step(call: Call) -> Call:
@@ -562,17 +559,6 @@ def _strides_of_both(value: torch.Tensor) -> list[tuple[int, ...]]:
     return [like.stride(), torch.empty_like(like, memory_format=CHANNELS_LAST[value.dim()]).stride()]
 
 
-def _cost(seconds: float, peak: int, result: Any, device: torch.device, *, new: bool) -> OpCost:
-    """Return the cost of a call.
-
-    Args:
-        peak: largest bytes allocated during the call.
-        new: True if its outputs are new memory, which is part of the peak and not workspace.
-    """
-    outputs = tuple(rounded(size, device) for size in _output_bytes(result))
-    return OpCost(seconds, max(0, peak - (sum(outputs) if new else 0)), outputs)
-
-
 def _alone(key: str, node: fx.Node, device: torch.device, cache: CostCache, *, fresh: bool) -> None:
     """Measure an op on made-up data and cache its cost; do nothing if it cannot run on such data."""
     cost = alone(node, device, fresh=fresh)
@@ -602,130 +588,4 @@ def alone(node: fx.Node, device: torch.device, *, timed: bool = True, fresh: boo
         log.debug("%s cannot be measured alone: %s: %s", node.target, type(error).__name__, error)
         return None
     new = (fresh or overwritten(node) is None) and not isinstance(node.target, Region)
-    return _cost(seconds, peak, result, device, new=new)
-
-
-def seconds_of(
-    call: Callable[[], Any],
-    device: torch.device,
-    *,
-    prepare: Callable[[], Any] | None = None,
-    fixed: bool = False,
-) -> float:
-    """Return the seconds of one call on the device.
-
-    Args:
-        prepare: called before each run; its time does not count.
-        fixed: run the call a fixed number of times, so that all ranks run a collective equally often.
-    """
-    if kind_of(device).can(Ability.TIMING):
-        return _seconds_by_events(call, device) if prepare is None else _seconds_beside(call, prepare, device)
-    return _cpu_seconds(call, prepare, 0.0 if fixed else SAMPLE_SECONDS)
-
-
-def _cpu_seconds(call: Callable[[], Any], prepare: Callable[[], Any] | None, sample: float) -> float:
-    """Return the median seconds of a few runs after a warm-up run.
-
-    Args:
-        sample: seconds for which the call is repeated, at least LEAST_RUNS and at most MOST_RUNS times.
-    """
-    call()
-    runs: list[float] = []
-    end = time.perf_counter() + sample
-    while len(runs) < LEAST_RUNS or (len(runs) < MOST_RUNS and time.perf_counter() < end):
-        if prepare is not None:
-            prepare()
-        start = time.perf_counter()
-        result = call()
-        runs.append(time.perf_counter() - start)
-        del result
-    return statistics.median(runs)
-
-
-def _seconds_by_events(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the average seconds of many calls in a row, whose kernel launches overlap with execution as in a step.
-
-    It is the median over LEAST_RUNS batches of MOST_RUNS calls each, timed by events on the stream.
-    """
-    call()
-    kind, runs = kind_of(device), list[float]()
-    for _ in range(LEAST_RUNS):
-        start, end = (kind.event(device, timed=True) for _ in range(2))
-        start.record()
-        for _ in range(MOST_RUNS):
-            call()
-        end.record()
-        end.synchronize()
-        runs.append(start.elapsed_time(end) / 1e3 / MOST_RUNS)
-    return statistics.median(runs)
-
-
-def _seconds_beside(call: Callable[[], Any], prepare: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of one call, each preceded by `prepare`, whose own seconds are subtracted; at least 0.1 us."""
-
-    def both() -> None:
-        prepare()
-        call()
-
-    prepare()
-    call()
-    return max(1e-7, _seconds_by_events(both, device) - _seconds_by_events(prepare, device))
-
-
-def _note_allocations(call: Callable[[], Any], device: torch.device) -> None:
-    """Run a call so that the profiler of allocations, if there is one, learns the sizes of what it allocates."""
-    if (kind := kind_of(device)).recorded:
-        allocations(call, on_host=not kind.accelerator)
-    else:
-        call()
-
-
-def peak_of(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
-    """Run a call; return its peak in bytes above what was allocated at its start, and its result."""
-    kind = kind_of(device)
-    if not kind.recorded:
-        return _peak_by_statistics(call, device)
-    counted = kind.can(Ability.STATISTICS)
-    before = kind.allocated(device) if counted else 0
-    result, sizes = allocations(call, on_host=not kind.accelerator)
-    peak = max(0, *itertools.accumulate(sizes, initial=0))
-    if counted and sum(sizes) != kind.allocated(device) - before:
-        del result  # the profiler has missed some allocations
-        return _peak_by_statistics(call, device)
-    return peak, result
-
-
-def peaks_of(first: Callable[[], Any], second: Callable[[Any], object], device: torch.device) -> tuple[int, int]:
-    """Run a call, and another on its result; return the peak of each, in bytes above what was allocated at the start.
-
-    What the second frees of the first counts as free, as it would not if the second were recorded by itself.
-    """
-    kind = kind_of(device)
-    if kind.recorded and not kind.can(Ability.STATISTICS):
-        _, alone = allocations(first, on_host=not kind.accelerator)
-        _, both = allocations(lambda: second(first()), on_host=not kind.accelerator)
-        levels, end = [*itertools.accumulate(both, initial=0)], len(alone)
-        begins = end if both[:end] == alone else 0  # else it is not known where the second begins
-        return max(itertools.accumulate(alone, initial=0)), max(levels[begins:])
-    before = kind.allocated(device)
-    peak, result = _peak_by_statistics(first, device)
-    level = kind.allocated(device) - before
-    return peak, level + _peak_by_statistics(partial(second, result), device)[0]
-
-
-def _peak_by_statistics(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
-    """Return what `peak_of` returns, from the allocator's own peak statistic, which is reset."""
-    kind = kind_of(device)
-    kind.synchronize(device)
-    before = kind.allocated(device)
-    kind.forget_most(device)
-    result = call()
-    kind.synchronize(device)
-    return kind.most_allocated(device) - before, result
-
-
-def _output_bytes(result: Any) -> tuple[int, ...]:
-    """Return the bytes of the storage of each output of an op; 0 for an output that is not a tensor."""
-    items = result if isinstance(result, tuple | list) else [result]
-    return tuple(storage_bytes(item) if isinstance(item, torch.Tensor) else 0 for item in items)
-
+    return cost_of_call(seconds, peak, result, device, new=new)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxremat.cost.measure import peak_of, quiet_world, seconds_of
+from fxremat.cost.measure import quiet_world
+from fxremat.cost.metering import peak_of, seconds_of
 from fxremat.errors import FxrematError
 from fxremat.graphs.accounting import held
 from fxremat.graphs.captured import Captured

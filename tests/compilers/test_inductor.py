@@ -18,7 +18,7 @@ import fxremat
 from benchmarks import meter
 from benchmarks.capture import joint_graph as joint_of
 from fxremat.compilers import inductor
-from fxremat.cost.measure import peak_of
+from fxremat.cost.metering import peak_of
 from fxremat.errors import FxrematError
 from fxremat.passes import InductorPartitioner
 from fxremat.torch_private import torch_release

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat.cost.measure import raise_clocks, seconds_of
+from fxremat.cost.measure import raise_clocks
+from fxremat.cost.metering import seconds_of
 from fxremat.torch_private import unprofiled
 
 CUDA = torch.device("cuda", 0)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fxremat
 from benchmarks.meter import peak_bytes
 from fxremat.cost import measure as measuring
+from fxremat.cost import metering
 from fxremat.cost.measure import measure
 from fxremat.cost.walk import Walk, given_inputs
 from fxremat.graphs.captured import Captured
@@ -437,9 +438,9 @@ def test_collectives_are_measured_equally_often_and_never_from_the_cache() -> No
     counts = []
     for _ in range(2):
         calls: list[int] = []
-        measuring.seconds_of(lambda: calls.append(1), torch.device("cpu"), fixed=True)  # noqa: B023
+        metering.seconds_of(lambda: calls.append(1), torch.device("cpu"), fixed=True)  # noqa: B023
         counts.append(len(calls))
-    assert counts == [1 + measuring.LEAST_RUNS] * 2
+    assert counts == [1 + metering.LEAST_RUNS] * 2
 
 
 def test_the_first_step_has_the_bits_of_the_second_model() -> None:

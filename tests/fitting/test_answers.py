@@ -16,7 +16,7 @@ from fxremat.__main__ import main
 from fxremat.budget import AUTO_MARGIN
 from fxremat.cost.device_memory import CONTEXT
 from fxremat.cost.devices import DEVICES, Device
-from fxremat.cost.measure import peak_of
+from fxremat.cost.metering import peak_of
 from fxremat.errors import FxrematError
 from fxremat.fitting.answer import Answer
 from fxremat.fitting.optimizers import memory_of
