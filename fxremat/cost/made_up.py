@@ -6,7 +6,7 @@ their limit is known, else zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ class Call:
     """An op's function with its real arguments."""
 
     target: Any
-    args: tuple[Any, ...]
+    args: Sequence[Any]
     kwargs: Mapping[str, Any]
 
     def __call__(self) -> Any:

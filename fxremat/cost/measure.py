@@ -44,7 +44,8 @@ from fxremat.cost.layouts import (
 )
 from fxremat.cost.made_up import Call, call_of
 from fxremat.cost.made_up_results import MadeUpResults
-from fxremat.cost.metering import cost_of_call, note_allocations, peak_of, seconds_of
+from fxremat.cost.metering import cost_of_call, peak_of, seconds_of
+from fxremat.cost.region_costs import RegionCosts, RegionRaises
 from fxremat.cost.walk import Walk, given_inputs
 from fxremat.device import KINDS, Ability, accelerates, kind_of
 from fxremat.errors import FxrematError
@@ -55,7 +56,7 @@ from fxremat.graphs.collectives import is_collective
 from fxremat.graphs.handed_in import laid_out_by_others
 from fxremat.graphs.op_key import op_key
 from fxremat.graphs.overwriting import PLACE, overwriting, overwritten
-from fxremat.graphs.region import Region, laid_out
+from fxremat.graphs.region import Region
 from fxremat.ops.random import GeneratorStates
 from fxremat.progress import progress
 from fxremat.step.costs import Costs, OpCost
@@ -76,6 +77,7 @@ def measure(
     *,
     order: Callable[[], Sequence[int]] | None = None,
     ranks: Agreement = ALONE,
+    limit: int | None = None,
 ) -> Costs:
     """Return the costs of the ops of a joint graph; each distinct op is measured once, or read from the cache.
 
@@ -86,6 +88,8 @@ def measure(
         order: returns the ops to run, in an order in which the step fits into memory; None: each once, as captured.
         ranks: the ranks that measure the same graph. An op that one of them has not measured is measured by all; its
             seconds and bytes are the largest over the ranks.
+        limit: bytes within which compiled regions are measured (`cost.region_costs`), as far as the order allows; None:
+            any number.
 
     Raises:
         LayoutsDiffer: the step was traced with views that real layouts do not allow.
@@ -100,7 +104,7 @@ def measure(
     fresh = frozenset[int]() if unchecked else frozenset(_of_all(ranks, refused or ()))
     missing = _of_all(ranks, _missing(joint, cache, fresh))
     if unchecked or missing:
-        walk = partial(_measure, joint, inputs, order, device, cache, layouts, missing, fresh, ranks)
+        walk = partial(_measure, joint, inputs, order, device, cache, layouts, missing, fresh, ranks, limit)
         differing, fresh = ranks.together("measuring", lambda: unprofiled(walk), meeting=True)
         cache.save()
         _check_views(ranks.gathered(differing, "comparing layouts"))
@@ -253,6 +257,7 @@ def _measure(
     missing: Sequence[int],
     fresh: frozenset[int],
     ranks: Agreement,
+    limit: int | None,
 ) -> tuple[dict[str, tuple[str, Strides]], frozenset[int]]:
     """Measure the missing ops, and put their costs into the cache.
 
@@ -261,6 +266,7 @@ def _measure(
         layouts: the cache key for the list of ops that must allocate new results.
         missing: numbers of the ops whose cost is not known.
         fresh: ops that are known to need new results.
+        limit: see `measure`.
 
     Returns:
         real strides that make a traced view impossible, as `key_of` a call -> (op's name, strides), or {}; and all
@@ -275,9 +281,13 @@ def _measure(
             raise_clocks(device)
             ops = range(len(joint.ops)) if order is None else order()
             walk = Walk(joint, given_inputs(joint, inputs), ops)
+            alone = len(ranks.ranks) == 1
+            regions = RegionCosts(device, limit if alone else None)  # all ranks walk equally often
             for may_make_up in (True, False):
-                visitor = _Visitor(joint, walk, device, cache, bar, wanted, fresh, ranks, may_make_up=may_make_up)
-                ended = _walked(visitor, alone=len(ranks.ranks) == 1)
+                visitor = _Visitor(
+                    joint, walk, device, cache, bar, wanted, fresh, ranks, regions, may_make_up=may_make_up
+                )
+                ended = _walked(visitor, alone=alone)
                 if ended or not visitor.made_up.count:  # else an op may have raised for data that the walk made up
                     break
             if visitor.differing and (walk.impossible_views or not ended):
@@ -319,7 +329,8 @@ def _walked(visitor: _Visitor, *, alone: bool) -> bool:
         alone: False: raise the error instead, since other ranks would wait forever.
     """
     try:
-        visitor.walk.run(visitor, visitor.made_up.may_replace)
+        while _again(visitor, alone=alone):
+            pass
     except FxrematError:
         raise
     except Exception as error:  # the error is reported better when the op is measured alone, or in training
@@ -328,6 +339,18 @@ def _walked(visitor: _Visitor, *, alone: bool) -> bool:
             raise
         return False
     return True
+
+
+def _again(visitor: _Visitor, *, alone: bool) -> bool:
+    """Walk through the step; return whether another walk is needed for the costs of its regions."""
+    visitor.measures_again = False
+    try:
+        visitor.walk.run(visitor, visitor.made_up.may_replace)
+    except RegionRaises:
+        if not alone:
+            raise
+        return True
+    return visitor.measures_again
 
 
 class _Visitor:
@@ -343,14 +366,16 @@ class _Visitor:
         wanted: dict[str, Op],
         fresh: Set[int],
         ranks: Agreement,
+        regions: RegionCosts,
         *,
         may_make_up: bool,
     ) -> None:
         self.made_up = MadeUpResults(joint, cache, allowed=may_make_up and len(ranks.ranks) == 1)
         self.joint, self.walk, self.device, self.cache, self.bar = joint, walk, device, cache, bar
-        self.ranks = ranks
+        self.ranks, self.regions = ranks, regions
         self.wanted = wanted  # key -> op, for the ops that are still to be measured
         self.fresh = set(fresh)  # ops that must allocate a new result although they might overwrite an operand
+        self.measures_again = False  # True: another walk is needed for the costs of regions
         self.checked: set[int] = set()  # ops that may overwrite an operand, after a comparison of layouts
         # key of a call -> (op's name, real strides), where fake tensors have other strides
         self.differing: dict[str, tuple[str, Strides]] = {}
@@ -361,8 +386,9 @@ class _Visitor:
         if op.overwrites is not None and op.index not in self.fresh:
             call = self._overwriting(op, call)
         if isinstance(region := self.joint.nodes[op.index].target, Region):
-            self._check_alone(op, region, call)
-        result = self._result(op, call)
+            result = self._result_of_region(op, region, call)
+        else:
+            result = self._result(op, call)
         strides = None if op.overwrites is not None else otherwise_than_shown(self.joint.nodes[op.index], result)
         if strides is not None:
             self.differing[key_of(call.target, call.args, call.kwargs)] = (op.target, strides)
@@ -382,6 +408,22 @@ class _Visitor:
         if op.communicates:
             _measured_here.add(key)
         self.made_up.note(op, key, call, result)
+        next(self.bar, None)
+        return result
+
+    def _result_of_region(self, op: Op, region: Region, call: Call) -> Any:
+        """Run a region, to which the call hands over the inputs that die; keep its cost once it is known."""
+        self._check_alone(op, region, call)
+        key, inputs = op_key(self.joint.nodes[op.index], fresh=False), call.args
+        assert isinstance(inputs, list), "a walk gives a region a list, which it empties"
+        if key not in self.wanted and not _is_unknown(op, key, self.cache):
+            return self.regions.run(region, inputs)
+        cost, result = self.regions.measured(key, region, inputs, self.walk.allocated(inputs))
+        if cost is None:
+            self.measures_again = True
+            return result
+        self.cache.keep_op(key, cost)
+        self.wanted.pop(key, None)
         next(self.bar, None)
         return result
 
@@ -423,7 +465,7 @@ class _Visitor:
             self.fresh.add(op.index)
             return call
         self.checked.add(op.index)
-        return Call(*overwriting(call.target, self.joint.nodes[op.index].meta[PLACE], call.args, call.kwargs))
+        return Call(*overwriting(call.target, self.joint.nodes[op.index].meta[PLACE], tuple(call.args), call.kwargs))
 
     def _bears_it(self, op: Op, call: Call) -> bool:
         """Tell whether an op may overwrite its operand.
@@ -448,8 +490,6 @@ def measured(node: fx.Node, call: Call, device: torch.device, *, fresh: bool = F
         fresh: the call allocates a new result although it might overwrite an operand.
     """
     fixed = is_collective(node)
-    if isinstance(node.target, Region):
-        return _region_measured(node.target, call, device)
     if fresh or overwritten(node) is None:
         seconds = seconds_of(_in_step(call), device, fixed=fixed)
         largest = fullest(node, call)
@@ -461,33 +501,6 @@ def measured(node: fx.Node, call: Call, device: torch.device, *, fresh: bool = F
     return cost_of_call(seconds, peak, result, device, new=False), result
 
 
-def _region_measured(region: Region, call: Call, device: torch.device) -> tuple[OpCost, Any]:
-    """Measure a compiled region, compiling it first if necessary; return its cost and its result.
-
-    As in a step, it has the only references to inputs that are not read afterwards, so that it can free them.
-    If it raises, it runs op by op from then on.
-    """
-    region.compile()
-    held: list[Any] = []
-
-    def hold() -> None:
-        held[:] = [_copy_of(x) if place in region.dying else x for place, x in enumerate(call.args)]
-
-    def run() -> Any:
-        return region.run(held)
-
-    hold()
-    try:
-        run()
-    except Exception as error:
-        region.give_up(f"{type(error).__name__}: {error}")
-    hold()
-    seconds = seconds_of(run, device, prepare=hold)
-    note_allocations(hold, device)  # the profiler knows the size of freed memory only if it has seen the allocation
-    peak, result = peak_of(run, device)
-    return cost_of_call(seconds, peak, result, device, new=False), result
-
-
 def _in_step(call: Call) -> Call:
     """Return the call whose time is measured; for the statistics of a BatchNorm, one that computes nothing else.
 
@@ -495,11 +508,6 @@ def _in_step(call: Call) -> Call:
     op.
     """
     return Call(STATISTICS, (*call.args[:-1], False), {}) if call.target is STATISTICS else call
-
-
-def _copy_of(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the same strides, or, if a stride is 0, one with memory for each element."""
-    return x.clone() if 0 in x.stride() else laid_out(x, x.stride())
 
 
 def _on_a_copy(call: Call, device: torch.device, *, fixed: bool) -> tuple[float, int]:

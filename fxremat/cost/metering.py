@@ -118,7 +118,7 @@ def peaks_of(first: Callable[[], Any], second: Callable[[Any], object], device: 
     """
     kind = kind_of(device)
     if kind.recorded and not kind.can(Ability.STATISTICS):
-        _, alone = allocations(first, on_host=not kind.accelerator)
+        alone = allocations(first, on_host=not kind.accelerator)[1]  # its result is gone when it runs again
         _, both = allocations(lambda: second(first()), on_host=not kind.accelerator)
         levels, end = [*itertools.accumulate(both, initial=0)], len(alone)
         begins = end if both[:end] == alone else 0  # else it is not known where the second begins

@@ -1,7 +1,8 @@
 """A run of a training step op by op on real values, so that each op can be measured when its inputs exist.
 
     order    the ops to run, by number: each once as captured, or some repeatedly as in a program that recomputes
-    visit    a function that gets each op with its real arguments, runs it, and returns its result
+    visit    a function that gets each op with its real arguments, runs it, and returns its result; a compiled region
+             gets a list with the only references to values that die there
     known    a function that tells of which ops no result is needed
 
 Values are freed right after their last use in this order. Parameters and inputs are the tensors that the step
@@ -12,7 +13,7 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +26,7 @@ from fxremat.graphs.accounting import output_position
 from fxremat.graphs.batch_norm import again_call
 from fxremat.graphs.captured import Captured
 from fxremat.graphs.nodes import attribute
-from fxremat.step.step_graph import Op, Origin
+from fxremat.step.step_graph import Kind, Op, Origin
 from fxremat.torch_private import input_place, is_real
 
 aten = torch.ops.aten
@@ -84,11 +85,18 @@ class Walk:
         for index, dead in zip(self.order, freed, strict=True):
             op, again = self.joint.ops[index], index in ran
             if not known(op):
-                self._write(op, visit(op, self._call(op, again=again)), again=again)
+                call = self._call(op, again=again)
+                if op.kind is Kind.REGION:
+                    self._free(dead)  # the call has the only references
+                self._write(op, visit(op, call), again=again)
             ran.add(index)
+            self._free(dead)
             for value in dead:
-                self.values.pop(value, None)
                 self._addresses.pop(value, None)
+
+    def _free(self, values: Iterable[int]) -> None:
+        for value in values:
+            self.values.pop(value, None)
 
     def shares(self, tensor: torch.Tensor, besides: int) -> bool:
         """Tell whether an input of the step, or an alive value other than `besides`, shares the tensor's storage."""
@@ -97,6 +105,11 @@ class Walk:
             return True
         return any(held == address and value != besides for value, held in self._addresses.items())
 
+    def allocated(self, inputs: Iterable[Any]) -> int:
+        """Return the bytes of the storages of all alive values and of the inputs of a call, but those of the step."""
+        storages = {_address(x): x.untyped_storage().nbytes() for x in (*self.values.values(), *inputs) if _address(x)}
+        return sum(size for address, size in storages.items() if address not in self._given_addresses)
+
     @cached_property
     def _given_addresses(self) -> set[int | None]:
         return set(map(_address, self.given.values())) - {None}
@@ -104,7 +117,10 @@ class Walk:
     def _call(self, op: Op, *, again: bool) -> Call:
         node = self.joint.nodes[op.index]
         target, args = again_call(node) if again else (node.target, node.args)
-        return Call(target, fx.node.map_arg(args, self._show), fx.node.map_arg(node.kwargs, self._show))
+        given: Sequence[Any] = fx.node.map_arg(args, self._show)
+        if op.kind is Kind.REGION:
+            given = list(given)
+        return Call(target, given, fx.node.map_arg(node.kwargs, self._show))
 
     def _write(self, op: Op, result: Any, *, again: bool) -> None:
         for value in op.again_writes if again else op.writes:

@@ -548,7 +548,7 @@ class _Search:
         if units == by_phase(candidate.program()) and len(regions_of(joint.module.graph)) == PHASES:
             costs = costs_of_phases(fused, self._step.inputs)
         else:
-            costs = measure(joint, self._step.inputs).scaled(self._calibration)
+            costs = measure(joint, self._step.inputs, limit=self._budget).scaled(self._calibration)
         costs = with_loss(joint, costs, self._options)
         peak = live_bytes(fused, costs.sizes).peak
         log.debug(

@@ -9,22 +9,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from fxremat.budget import bytes_to_reserve, free_bytes
 from fxremat.cost.allocator import allocator_of
 from fxremat.cost.device_memory import DeviceMemory, Division, memory_on
-from fxremat.cost.measure import measure
+from fxremat.cost.devices import Device
+from fxremat.cost.estimate import estimate
 from fxremat.errors import BudgetTooSmall, InvalidBudget
 from fxremat.graphs.accounting import device_of, largest_tensor
 from fxremat.graphs.captured import Captured
 from fxremat.options import Options
-from fxremat.planning.facts import estimated_device, with_loss
+from fxremat.planning.facts import estimated_device, facts_of
 from fxremat.planning.step import Reference, Step
 from fxremat.search.executions import keep_all_peak
+from fxremat.search.survey import order_of_least, order_within
 from fxremat.step.reserved import AllocatorState
 from fxremat.transfers.network import communicates
 from fxremat.units import Auto, Bytes, Least, Percent
@@ -52,6 +55,24 @@ class Limit:
         assert self.share is not None, "a limit is known, or a share"
         everything = keep_all()
         return replace(self, known=int(everything * self.share / 100), keep_all=everything)
+
+    def order_of(self, step: Step) -> Sequence[int]:
+        """Return an execution order of a step's ops, by estimated costs, that fits into the budget, for measuring them.
+
+        Where none does, or the budget depends on what the step takes, it is one of nearly the least memory: known from
+        other sizes, or found without the estimates of workspaces, which may be far too high.
+        """
+        graph = step.graph
+        costs = estimate(graph, Device.named(device_of(graph).type))
+        everything = keep_all_peak(graph, costs)
+        budget = self.of(lambda: everything).bytes
+        if budget >= everything:
+            return range(len(graph.ops))
+        if self.is_relative and step.order is not None:
+            return step.order
+        order = None if self.is_relative else order_within(graph, costs, budget)
+        workspace = [min(0, size) for size in costs.sizes.workspace]
+        return order or order_of_least(graph, replace(costs, sizes=replace(costs.sizes, workspace=workspace)))
 
     @property
     def bytes(self) -> int:
@@ -100,10 +121,11 @@ def limit_of(step: Step, options: Options, *, replayed: bool = True) -> Limit:
         case Percent(share):
             if step.reference:
                 return _share_of(step.reference, share)
+            unknown = Limit(share=share, is_relative=True, words=words)
             if step.as_eager is None:
-                return Limit(share=share, is_relative=True, words=words)
-            costs = with_loss(step.as_eager, measure(step.as_eager, step.inputs, ranks=step.ranks), options)
-            everything = keep_all_peak(step.as_eager, costs)
+                return unknown
+            eager = replace(step, graph=step.as_eager, as_eager=None, order=None)
+            everything = keep_all_peak(eager.graph, facts_of(eager, options, partial(unknown.order_of, eager)))
             return Limit(known=max(1, int(everything * share / 100)), share=share, keep_all=everything, words=words)
 
 

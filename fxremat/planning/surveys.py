@@ -9,13 +9,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fxremat.cost.devices import Device
-from fxremat.cost.estimate import estimate
 from fxremat.cost.updates import units_of, with_own_sizes
 from fxremat.graphs.accounting import device_of
 from fxremat.graphs.captured import Captured
@@ -27,10 +25,9 @@ from fxremat.planning.limits import Limit
 from fxremat.planning.step import Step
 from fxremat.planning.wishes import check_meant, dear, fair, obedient, run_once
 from fxremat.search.candidate import Candidate, Frontier
-from fxremat.search.executions import keep_all_peak
 from fxremat.search.refine import Ladder, lowered
 from fxremat.search.replan import judged_again
-from fxremat.search.survey import kept, order_of_least, order_within, survey
+from fxremat.search.survey import kept, survey
 from fxremat.slices.rewrite import SlicedJoint
 from fxremat.step.costs import Costs
 from fxremat.step.liveness import retained_peak
@@ -102,7 +99,7 @@ def surveyed(
     """
     measured = rate is None or not options.measures
     if measured:
-        costs = facts_of(step, options, partial(order_within_limit, step, limit))
+        costs = facts_of(step, options, partial(limit.order_of, step))
     else:
         costs = assumed_facts(step.graph, options, rate or 1.0)
     frontier, begun = _frontier(step, costs, options, limit)
@@ -127,7 +124,7 @@ def kept_alone(step: Step, options: Options, limit: Limit, rate: float = 1.0) ->
         rate: multiplies the estimated seconds of ops that were never measured.
     """
     if not options.measures or isinstance(options.budget, Percent):
-        costs = facts_of(step, options, partial(order_within_limit, step, limit))
+        costs = facts_of(step, options, partial(limit.order_of, step))
     else:
         costs = assumed_facts(step.graph, options, rate)
     frontier = kept(step.graph, costs)
@@ -148,25 +145,6 @@ def keep_all_of(step: Step, costs: Costs, frontier: Frontier, *, retained: int =
     trained = step.trained
     units = units_of(step.graph, trained.optimizer, costs, numbers=trained.numbers, later=trained.weights.later)
     return resident_peak(frontier.keep_all, units, costs)
-
-
-def order_within_limit(step: Step, limit: Limit) -> Sequence[int]:
-    """Return an execution order of the ops, by estimated costs, that fits into the budget, for measuring them.
-
-    Where none does, or the budget depends on what the step takes, it is one of nearly the least memory: known from
-    other sizes, or found without the estimates of workspaces, which may be far too high.
-    """
-    graph = step.graph
-    costs = estimate(graph, Device.named(device_of(graph).type))
-    everything = keep_all_peak(graph, costs)
-    budget = limit.of(lambda: everything).bytes
-    if budget >= everything:
-        return range(len(graph.ops))
-    if limit.is_relative and step.order is not None:
-        return step.order
-    order = None if limit.is_relative else order_within(graph, costs, budget)
-    workspace = [min(0, size) for size in costs.sizes.workspace]
-    return order or order_of_least(graph, replace(costs, sizes=replace(costs.sizes, workspace=workspace)))
 
 
 def _frontier(step: Step, costs: Costs, options: Options, limit: Limit) -> tuple[Frontier, Frontier]:

@@ -35,7 +35,6 @@ from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.planning.limits import Limit
 from fxremat.planning.paths import Numbers, PathPlans, WeightsOnHost, is_smaller
 from fxremat.planning.step import Step as CapturedGraph
-from fxremat.planning.surveys import order_within_limit
 from fxremat.runtime.called_graph import CalledGraph, current
 from fxremat.runtime.calls import Call, Output, Step
 from fxremat.runtime.emitted import Emitted
@@ -315,7 +314,7 @@ class Coordinator:
         if plans.keeps_all:
             return None
         limit = Limit(known=1 if plans.mem is None else max(1, plans.mem - level), is_relative=plans.is_share)
-        return partial(order_within_limit, CapturedGraph(graph=graph), limit)
+        return partial(limit.order_of, CapturedGraph(graph=graph))
 
 
     def forward(self, graph: CalledGraph, dims: Dims, primals: list[Any]) -> tuple[list[Any], torch.Tensor]:

@@ -67,7 +67,6 @@ from fxremat.planning.means import seen_before
 from fxremat.planning.paths import NO_ROOM
 from fxremat.planning.sizes import Dimension, PlansOfSizes, SizedStep
 from fxremat.planning.step import LargestCall, Reference, Step, TrainedParameters, named
-from fxremat.planning.surveys import order_within_limit
 from fxremat.planning.wishes import wished
 from fxremat.plans import Plan
 from fxremat.profiles import enough
@@ -976,7 +975,7 @@ class Backend:
         """
         kernels.ready()  # waits for the numba compilers in other processes, which would disturb the measurements below
         try:
-            facts_of(step, self.options, partial(order_within_limit, step, limit_of(step, self.options)))
+            facts_of(step, self.options, partial(limit_of(step, self.options).order_of, step))
         except LayoutsDiffer as error:
             if not symbolic:
                 raise

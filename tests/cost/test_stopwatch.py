@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from benchmarks.meter import storage_peak
 from fxremat.cost.measure import raise_clocks
-from fxremat.cost.metering import seconds_of
+from fxremat.cost.metering import peaks_of, seconds_of
 from fxremat.torch_private import unprofiled
 
 CUDA = torch.device("cuda", 0)
@@ -50,6 +52,18 @@ def test_what_is_prepared_before_a_call_is_no_part_of_its_time(
     assert seconds_of(takes(0.25), CUDA) == pytest.approx(0.25)
     assert seconds_of(takes(0.25), CUDA, prepare=takes(1.0)) == pytest.approx(0.25)
     assert seconds_of(takes(0.0), CUDA, prepare=takes(1.0)) > 0
+
+
+def test_of_two_calls_only_one_result_is_there() -> None:
+    def first() -> Tensor:
+        return torch.rand(1000)
+
+    def second(result: Tensor) -> None:
+        torch.rand(500)
+
+    peaks: list[tuple[int, int]] = []
+    assert storage_peak(lambda: peaks.append(peaks_of(first, second, torch.device("cpu")))) == 6000
+    assert peaks == [(4000, 6000)]
 
 
 def test_clocks_rise_before_ops_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxremat
-from benchmarks.meter import peak_bytes
+from benchmarks.meter import peak_bytes, storage_peak
 from fxremat.cost import measure as measuring
 from fxremat.cost import metering
 from fxremat.cost.measure import measure
@@ -441,6 +441,21 @@ def test_collectives_are_measured_equally_often_and_never_from_the_cache() -> No
         metering.seconds_of(lambda: calls.append(1), torch.device("cpu"), fixed=True)  # noqa: B023
         counts.append(len(calls))
     assert counts == [1 + metering.LEAST_RUNS] * 2
+
+
+def test_what_a_walk_has_allocated_is_all_but_the_inputs_of_the_step() -> None:
+    model = nn.Sequential(linear(), nn.GELU(), linear())
+    joint = capture(model, rows(2))
+    given = {joint.value_of[node]: torch.rand(node.meta["val"].shape) for node in joint.primals}
+    walk, found = Walk(joint, given, range(len(joint.ops))), list[int]()
+
+    def run(_: Any, call: Any) -> Any:
+        found.append(walk.allocated(call.args))
+        return call()
+
+    peak = storage_peak(lambda: walk.run(run))
+    assert found[0] == 0  # the first op reads inputs alone
+    assert 0 < max(found) <= peak
 
 
 def test_the_first_step_has_the_bits_of_the_second_model() -> None:

@@ -22,12 +22,13 @@ from benchmarks.capture import capture
 from benchmarks.combinations import GPT, WORDS
 from benchmarks.meter import peak_bytes, training_step
 from fxremat.cost import calibrate
+from fxremat.cost.region_costs import RegionCosts
 from fxremat.errors import FxrematError
 from fxremat.fusion.units import Units, alone, by_block, ops_of, unit_bytes
 from fxremat.graphs import region
 from fxremat.graphs.op_key import op_key
 from fxremat.graphs.region import Region, compile_all, forget_kernels, regions_of
-from fxremat.planning import compiled, judged
+from fxremat.planning import compiled, facts, judged
 from fxremat.plans import Plan
 from fxremat.search.candidate import Frontier
 from fxremat.search.survey import survey
@@ -36,6 +37,7 @@ from fxremat.step.costs import Costs
 from fxremat.step.liveness import Sizes
 from fxremat.step.program import Program
 from fxremat.store import Store
+from fxremat.torch_private import storage_watch
 from tests.dags import estimated
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
@@ -109,6 +111,45 @@ def test_the_budget_holds_and_gradients_are_those_of_inductor(mem: str) -> None:
     measured = peak_bytes(step)
     assert measured <= plan.budget
     assert measured == pytest.approx(plan.predicted_peak, rel=0.005)
+
+
+@pytest.mark.usefixtures("always_in_regions")
+def test_while_they_are_measured_regions_have_the_only_references_to_what_dies_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone, measured = list[bool](), RegionCosts.measured
+
+    def without_room(costs: Any, key: str, region: Region, inputs: list[Any], alive: int) -> Any:
+        monkeypatch.setattr(costs, "_limit", 1)
+        watches = [storage_watch(inputs[place]) for place in region.dying - region.donated]
+        size = sum(x.nbytes for x in set(inputs))
+        assert alive + sum(p.nbytes for p in model.parameters()) >= size
+        found = measured(costs, key, region, inputs, alive)
+        gone.extend(not is_alive() for is_alive in watches)
+        return found
+
+    monkeypatch.setattr(RegionCosts, "measured", without_room)
+    model, given = model_of(dropout=0.5, layers=2), batch()
+    call = within(model, "60%", random="inductor")
+    gradients(model, call, given)
+    assert gone
+    assert all(gone)
+    assert call.plan.compiled
+    model.zero_grad(set_to_none=True)
+    assert peak_bytes(training_step(call, given)) == pytest.approx(call.plan.predicted_peak, rel=0.005)
+
+
+def test_what_a_budget_in_percent_refers_to_is_measured_in_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step in eager PyTorch's kernels runs before the first step, too, and recomputes."""
+    recomputing, measure = dict[int, bool](), facts.measure
+
+    def watched(graph: Any, *given: Any, order: Any, **options: Any) -> Costs:
+        recomputing[id(graph)] = order is not None and len(order()) > len(graph.ops)
+        return measure(graph, *given, order=order, **options)
+
+    monkeypatch.setattr(facts, "measure", watched)
+    within(model_of(), "60%", example_inputs=batch())
+    assert list(recomputing.values()) == [True, True]
 
 
 @pytest.mark.usefixtures("always_in_regions")
