@@ -33,6 +33,7 @@ from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.floor import floor_of
 from fxremat.step.caching_allocator import LARGE_SEGMENT, SMALL_SEGMENT
 from fxremat.step.costs import Costs, Link
+from fxremat.step.kinds import MemoryKind
 from fxremat.step.liveness import retained_peak
 from fxremat.step.reserved import AllocatorState
 from fxremat.transfers.network import communicates, with_overlap
@@ -45,6 +46,10 @@ log = logging.getLogger(__name__)
 # bytes that a budget of reserved bytes leaves free: a segment of each pool, since an op may allocate its workspace in
 # parts, or in another order than is assumed
 SPARE = SMALL_SEGMENT + LARGE_SEGMENT
+OF_ONE_CALL = (
+    "gradients of parameters are most of it, and a percentage is of one call: give bytes if the model is called "
+    "several times before one backward"
+)
 RETAINED = "with retain_graph=True the step takes %d bytes, and %d are allowed: no schedule fits"
 
 
@@ -106,8 +111,10 @@ def _fastest(survey: Survey, options: Options, allocator: AllocatorState | None 
     try:
         return survey.frontier.within(survey.limit.bytes)
     except BudgetTooSmall as error:
-        reason = str(floor_of(survey.frontier.candidates[-1].program(), survey.costs))
-        raise survey.limit.explained(error, reason) from None
+        floor = floor_of(survey.frontier.candidates[-1].program(), survey.costs)
+        returned = dict(floor.kinds).get(MemoryKind.RESULTS, 0)
+        note = OF_ONE_CALL if survey.limit.share is not None and returned > floor.bytes / 2 else ""
+        raise survey.limit.explained(error.explained(note=note), str(floor)) from None
 
 
 def _fastest_retaining(survey: Survey, retained: int) -> Candidate:

@@ -100,6 +100,25 @@ def test_calls_share_the_budget(broken: bool, mem: str, caplog: pytest.LogCaptur
     assert peak_of(again, contrasted) <= ours.plan.budget
 
 
+def test_a_percentage_of_one_call_that_is_mostly_gradients_is_refused_with_advice_that_works() -> None:
+    plain, calls = Net(broken=False), [rows(seed, 16) for seed in range(8)]
+
+    def policy(model: nn.Module) -> Tensor:
+        return torch.stack([model(x).square().mean() for x in calls]).sum()
+
+    ours = fxremat.compile(copy.deepcopy(plain), mem="50%", search=QUICK)
+    with pytest.raises(fxremat.BudgetTooSmall, match="give bytes if the model is called several times"):
+        policy(ours)
+    mem = peak_of(plain, policy) // 2
+    ours = fxremat.compile(copy.deepcopy(plain), mem=mem, search=QUICK)
+    compared(ours, plain, policy)
+    assert peak_of(ours, policy) <= mem
+    ours = fxremat.compile(copy.deepcopy(plain), mem="5%", search=QUICK)
+    with pytest.raises(fxremat.BudgetTooSmall) as large:
+        ours(rows(count=2048))
+    assert "give bytes" not in str(large.value)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_calls_of_what_torch_compile_returned_share_the_budget(dynamic: bool, caplog: pytest.LogCaptureFixture) -> None:
     plain = Net(broken=False)
