@@ -5,7 +5,8 @@
 
 A plan counts outputs as held, until a step was seen that has dropped some. They are dropped if their storages are gone
 when the backward has ended, since until then it may need them itself. From then on each backward is checked, and an
-output that was held once counts as held for good.
+output that was held once counts as held for good, unless nothing fits so: then a backward that begins while it is held
+is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from fxremat.errors import BudgetTooSmall
 from fxremat.graphs.captured import Captured, places_of
+from fxremat.planned_step import PlannedStep
 from fxremat.torch_private import is_allocated, storage_of, storage_watch
 from fxremat.units import format_bytes
 
@@ -57,6 +59,11 @@ class WatchedOutputs:
                 found |= dict.fromkeys(places, 0) | {min(places): size}
         return found
 
+    @property
+    def alive(self) -> frozenset[int]:
+        """The outputs that are still there."""
+        return frozenset(place for places, _, is_alive in self.storages if is_alive() for place in places)
+
     def held(self, *, apart_from: Set[int]) -> dict[int, int]:
         """Return the outputs that are still there: place -> bytes, as in `dropped`.
 
@@ -77,7 +84,7 @@ class DroppedOutputs:
         places: the outputs that the caller drops before the backward.
         held: outputs that it has held, or that have to count as held.
         refused: the error of planning with all outputs held, while plans assume that they are dropped, though no step
-            was seen; None: otherwise.
+            was seen, or one that has held some; None: otherwise.
         ends: the error that ends the backward that has just begun, whose outputs are held; None: it may run.
         may_assume: False: the call that is planned does not run, so that nothing is assumed that no step has shown.
     """
@@ -125,31 +132,33 @@ class DroppedOutputs:
     def _otherwise(self, graph: Captured, *, in_percent: bool) -> frozenset[int] | None:
         """Return what to assume instead where nothing fits; None if nothing else is to be tried.
 
-        That is: that nothing is dropped, as a budget in percent of less is less; or, until a step was seen, that all
-        outputs beside the loss that the model returns are dropped.
+        That is: that nothing is dropped, as a budget in percent of less is less; or that all outputs beside the loss
+        that the model returns are dropped, though no step was seen, or one that has held some.
         """
         if self.places:
             return frozenset() if in_percent and self.refused is None else None
         if not (graph.root_tangents and self.may_assume):
             return None
         large = frozenset(value for value in graph.kept_outputs - graph.returned if graph.values[value].bytes > NUMBER)
-        return (places_of(graph, large) - self.held) or None
+        return places_of(graph, large) or None
 
-    def refuse(self, outputs: WatchedOutputs, unread: Set[int]) -> bool:
-        """Refuse a backward that begins, and fits only without outputs, if the caller holds them; tell whether it does.
+    def has_seen(self, held: Set[int]) -> frozenset[int]:
+        """Take what a step has held, which counts as held from now on, and return what plans count as dropped of it."""
+        relied = self.places & held
+        self.held |= held
+        self.places -= relied
+        return relied
 
-        Then they count as held from now on.
-
-        Args:
-            unread: outputs that the backward does not read itself, so that nothing else holds them.
+    def check(self, outputs: WatchedOutputs, plan: PlannedStep) -> None:
+        """Refuse a backward that begins while the caller holds outputs, if its plan is known to fit only without them.
         """
-        may_be_held = self.places & unread
-        if self.refused is None or not (size := bytes_at(outputs.held(apart_from=self.held), may_be_held)):
-            return False
-        self.ends, self.refused = self.refused.explained(note=HELD.format(size=format_bytes(size))), None
-        self.held |= self.places
-        self.places = frozenset()
-        return True
+        if not self.places & outputs.alive:
+            return
+        unread = self.places & plan.unread_outputs()  # nothing else holds them
+        held = outputs.held(apart_from=outputs.alive - unread)
+        if self.refused is None or plan.peak_dropping(self.places - (unread & held.keys())) <= plan.budget:
+            return
+        self.ends = self.refused.explained(note=HELD.format(size=format_bytes(bytes_at(held, unread))))
 
     def begin_backward(self) -> None:
         """Raise `BudgetTooSmall` if the backward that begins is refused."""

@@ -426,15 +426,7 @@ class Backend:
             return None
         if not ran.outputs.places and (not measured or communicates(plan.graph)):
             return None
-        return OutputsHeard(partial(self._check_outputs, ran, plan), partial(self._take_outputs, ran, plan))
-
-    def _check_outputs(self, ran: _FixedStep | Sized, plan: Plan, outputs: WatchedOutputs) -> None:
-        """Refuse a backward that begins if it fits only where its outputs are dropped, and they are not.
-
-        The next call plans for that, and raises `BudgetTooSmall` before anything runs.
-        """
-        if ran.outputs.refused is not None and ran.outputs.refuse(outputs, plan.unread_outputs()):
-            self._plan_for_other_loss(ran)
+        return OutputsHeard(partial(ran.outputs.check, plan=plan), partial(self._take_outputs, ran, plan))
 
     def _take_outputs(self, ran: _FixedStep | Sized, plan: Plan, outputs: WatchedOutputs) -> None:
         """Plan again at the next call if the caller has dropped outputs that the plan counts as held, or the reverse.
@@ -446,10 +438,7 @@ class Backend:
         known, held = ran.outputs, outputs.held(apart_from=ran.outputs.held)
         if self.coordinator is not None:  # calls have been planned together since that step began
             return
-        known.held |= held.keys()
-        known.refused = None
-        if relied := known.places & held.keys():
-            known.places -= relied
+        if relied := known.has_seen(held.keys()):
             size = format_bytes(bytes_at(held, relied))
             log.warning(HELD_NOW, size, self.model)
             self._plan_for_other_loss(ran)
