@@ -129,6 +129,8 @@ class SeenLoss:
     fixed: int = 0  # the bytes of these that gradients of parameters of the loss take, whatever the outputs are
     early: int = 0  # bytes of gradients of parameters that the loss has made when the model's backward begins
     as_traced: bool = False  # the gradients that it hands in lie as they were traced, so that nothing copies them
+    # `peaks` and `held` of calls that return their loss: of what the program computes before the backward
+    beside: tuple[Points, Points] = ((), ())
 
     def peak_at(self, assumed: int) -> int | None:
         """Return the bytes to expect between forward and backward; None if they were not measured.
@@ -142,9 +144,18 @@ class SeenLoss:
         """Return the bytes to expect during the backward."""
         return _at(self.held, assumed, self.fixed) if self.held else 0
 
+    @property
+    def beside_loss(self) -> SeenLoss:
+        """What is known of calls that return their loss, as if it were of a loss outside."""
+        return SeenLoss(peaks=self.beside[0], held=self.beside[1], early=self.early, fixed=self.fixed)
+
+    def with_beside_loss(self, seen: SeenLoss) -> SeenLoss:
+        """Return this with what is known of calls that return their loss, as `beside_loss` shows it."""
+        return replace(self, beside=(seen.peaks, seen.held), early=seen.early, fixed=seen.fixed)
+
     def without_points(self) -> SeenLoss:
         """Discard the measurements, since the loss takes other memory now."""
-        return replace(self, peaks=(), held=())
+        return replace(self, peaks=(), held=(), beside=((), ()))
 
     def with_peak(self, assumed: int, measured: int) -> SeenLoss:
         """Add a measurement between forward and backward."""

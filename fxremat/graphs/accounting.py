@@ -185,6 +185,17 @@ def outside_bytes(joint: Captured) -> int:
     return assumed + sum(assumed_for(t.numel(), t.dtype, trained=False) for t in others if isinstance(t, torch.Tensor))
 
 
+def scale_of_loss(joint: Captured) -> int:
+    """Return the bytes with which the memory is taken to grow that the program needs between forward and backward.
+
+    They are those assumed for a loss outside the model, or, where the model returns its loss, for its other outputs.
+    """
+    if assumed := outside_bytes(joint):
+        return assumed
+    others = [node.meta.get("val") for node in joint.untrained_outputs]
+    return max(1, sum(assumed_for(t.numel(), t.dtype, trained=False) for t in others if isinstance(t, torch.Tensor)))
+
+
 def assumed_for(count: int, dtype: torch.dtype, *, trained: bool = True) -> int:
     """Return the bytes that a loss is assumed to allocate for an output of `count` numbers.
 

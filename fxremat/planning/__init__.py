@@ -26,12 +26,14 @@ from fxremat.graphs.accounting import (
     copied_gradients,
     device_of,
     held_beside_copies,
+    outer_gradients,
     outside_bytes,
+    scale_of_loss,
     set_aside,
 )
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import kind_of_optimizer
-from fxremat.options import Options
+from fxremat.options import Options, SeenLoss
 from fxremat.passes.lower import Handles
 from fxremat.planning.compiled import compiles_whole_graphs, with_compiled_kernels
 from fxremat.planning.in_slices import Variants, fastest, variants_of, what_slices_buy
@@ -111,8 +113,17 @@ def _of_unmeasured_loss(step: Step, options: Options, error: BudgetTooSmall) -> 
 
     "" if the budget would be too small without that as well.
     """
-    device = device_of(step.graph)
-    if (seen := options.loss_seen) is not None:
+    device, seen = device_of(step.graph), options.loss_seen
+    if not outer_gradients(step.graph):
+        scale, beside = scale_of_loss(step.graph), seen.beside_loss if seen else SeenLoss()
+        counted = max(beside.peak_at(scale) or 0, beside.held_at(scale))
+        if not counted or error.minimum - counted > error.budget:
+            return ""
+        return (
+            f"the least counts {format_bytes(counted)} for what runs between the model's forward and its backward, as "
+            "measured: fewer would do if that kept less"
+        )
+    if seen is not None:
         expected, most = seen.peak_at(outside_bytes(step.graph)) or 0, max((peak for _, peak in seen.peaks), default=0)
         if expected <= most or error.minimum - (expected - most) > error.budget:
             return ""

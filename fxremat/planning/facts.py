@@ -19,7 +19,8 @@ from fxremat.graphs.accounting import (
     device_of,
     held_beside_copies,
     numbers_of_loss,
-    outside_bytes,
+    outer_gradients,
+    scale_of_loss,
 )
 from fxremat.graphs.captured import Captured
 from fxremat.options import Options
@@ -84,7 +85,10 @@ def facts_at_other_sizes(graph: Captured, known: Plan, options: Options) -> Cost
 
 
 def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
-    """Return the costs with the bytes of a loss outside the model: the larger of the user's and the measured figure."""
+    """Return the costs with the bytes of a loss outside the model: the larger of the user's and the measured figure.
+
+    Where the model returns its loss, they are of what the program computes beside it before the backward.
+    """
     said, seen, sizes = options.loss_outside.size, options.loss_seen, costs.sizes
     early = 0
     if seen is not None and seen.early:
@@ -93,9 +97,11 @@ def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
     if seen is not None and seen.as_traced:
         costs, _ = apart_from_copies(graph, costs)
         sizes = costs.sizes
-    if seen is None or not sizes.outside:
+    if seen is not None and not outer_gradients(graph):
+        seen = seen.beside_loss if any(seen.beside) else None
+    if seen is None:
         return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))
-    assumed = outside_bytes(graph)
+    assumed = scale_of_loss(graph)
     measured = seen.peak_at(assumed)
     outside = max(said or 0, (sizes.outside if measured is None else measured) + early)
     stays = seen.held_at(assumed) + early + held_beside_copies(graph, device_of(graph))

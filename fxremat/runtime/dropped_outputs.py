@@ -158,7 +158,8 @@ class DroppedOutputs:
         held = outputs.held(apart_from=outputs.alive - unread)
         if self.refused is None or plan.peak_dropping(self.places - (unread & held.keys())) <= plan.budget:
             return
-        self.ends = self.refused.explained(note=HELD.format(size=format_bytes(bytes_at(held, unread))))
+        ways = self.refused.note, HELD.format(size=format_bytes(bytes_at(held, unread)))
+        self.ends = self.refused.explained(note="; ".join(filter(None, ways)))
 
     def begin_backward(self) -> None:
         """Raise `BudgetTooSmall` if the backward that begins is refused."""

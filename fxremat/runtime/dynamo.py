@@ -33,7 +33,7 @@ from fxremat.cost.workspaces import make_workspaces, warn_of_trials
 from fxremat.data_stack import with_room_for_calls
 from fxremat.device import kind_of
 from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError, InvalidBudget, NotSymbolic
-from fxremat.graphs.accounting import device_of, held, held_beside_copies, largest_tensor
+from fxremat.graphs.accounting import device_of, held, held_beside_copies, largest_tensor, scale_of_loss
 from fxremat.graphs.captured import (
     Captured,
     inputs_of,
@@ -470,14 +470,22 @@ class Backend:
         """
         if self.coordinator is not None:  # calls have been planned together since that step began
             return
+        kept, scale = self.options.loss_seen, loss.assumed or scale_of_loss(plan.captured)
+        known, named = kept, "the loss outside the model"
+        if not loss.assumed:
+            known, named = kept and kept.beside_loss, "what runs between the model's forward and its backward"
+
+        def take(seen: SeenLoss | None) -> None:
+            if seen is not None and not loss.assumed:
+                seen = (kept or SeenLoss()).with_beside_loss(seen)
+            self._plan_for_other_loss(ran, seen)
+
         if loss.anew and self._mem_with_room is not None:
             self.options, self._mem_with_room = replace(self.options, mem=self._mem_with_room), None
-            seen, held = (self.options.loss_seen or SeenLoss()).without_points(), loss.held_beside(ran.outputs.places)
-            seen = seen.with_peak(loss.assumed, loss.peak or 0).with_held(loss.assumed, held)
-            self._plan_for_other_loss(ran, seen)
+            seen, held = (known or SeenLoss()).without_points(), loss.held_beside(ran.outputs.places)
+            take(seen.with_peak(scale, loss.peak or 0).with_held(scale, held))
             return
-        known = self.options.loss_seen
-        expected = None if known is None else known.peak_at(loss.assumed)
+        expected = None if known is None else known.peak_at(scale)
         planned = self.options.loss_outside.size or (loss.assumed if expected is None else expected)
         stays = loss.held_beside(ran.outputs.places) + loss.early
         peak = planned if loss.peak is None else loss.peak if loss.exact else max(loss.peak, planned)
@@ -495,21 +503,21 @@ class Backend:
         sizes, better = [format_bytes(took), format_bytes(aside)], enough(took)
         if sizes[0] == sizes[1]:
             sizes = [f"{took:,} bytes", f"{aside:,} bytes"]
-        told = f"the loss outside the model allocated {sizes[0]} where {sizes[1]} had been set aside"
+        told = f"{named} allocated {sizes[0]} where {sizes[1]} had been set aside"
         if loss.peak is None or (more and took <= aside):  # what exceeds is not its peak
             what = "and of gradients that it has made of parameters " if loss.early else ""
-            told = f"{format_bytes(stays)} of the loss outside the model {what}stay while the model's backward runs"
+            told = f"{format_bytes(stays)} of {named} {what}stay while the model's backward runs"
             better = ""  # a larger loss between forward and backward would make no room there
         seen = known or SeenLoss()
         if loss.anew:
             seen = seen.without_points()
-        if loss.assumed:
+        if loss.assumed or loss.peak is not None:
             if loss.peak is not None:
-                seen = seen.with_peak(loss.assumed, peak)
-            seen = seen.with_held(loss.assumed, loss.held_beside(ran.outputs.places))
+                seen = seen.with_peak(scale, peak)
+            seen = seen.with_held(scale, loss.held_beside(ran.outputs.places))
         seen = replace(seen, early=max(seen.early, loss.early), fixed=max(seen.fixed, loss.fixed))
         if drops and not (more or less):
-            self._plan_for_other_loss(ran, seen)
+            take(seen)
             return
         if (seen == known and not drops) or communicates(plan.graph):
             why = "another plan would be the same" if seen == known else "ranks that share a model keep their plan"
@@ -518,7 +526,7 @@ class Backend:
                 way = better and f': fxremat.compile(..., loss="{better}") makes room for it'
                 log.warning("%s, and %s%s", told, why, way)
             return
-        self._plan_for_other_loss(ran, seen)
+        take(seen)
         by_much = predicted > NOTED * max(plan.budget, plan.predicted_peak)
         log.log(
             logging.WARNING if by_much else logging.INFO,

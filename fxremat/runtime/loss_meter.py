@@ -1,4 +1,4 @@
-"""Measures the memory that a loss outside the model allocates, from the allocator's counters while steps run.
+"""Measures what a loss outside the model, or what runs beside a loss that it returns, allocates, while steps run.
 
 A plan reserves memory between forward and backward for a loss that it does not know
 (`graphs.accounting.outside_bytes`). On CUDA the loss is measured from the first step on: the counters are read, but not
@@ -46,9 +46,13 @@ GROWTH = 1.02  # a loss is measured again where the inputs have grown by this fa
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLoss:
-    """The measured memory of a loss outside the model, in bytes above what was allocated at the end of the forward."""
+    """The measured memory of a loss outside the model, in bytes above what was allocated at the end of the forward.
 
-    assumed: int  # bytes that plans reserve for outputs of these shapes before a loss was measured
+    Where the model returns its loss, that of what runs before its backward.
+    """
+
+    # bytes that plans reserve for outputs of these shapes before a loss was measured; 0 if the model returns its loss
+    assumed: int
     # largest bytes allocated before the model's backward, beside `early`; a lower bound if `exact` is False.
     # None: not measured
     peak: int | None
@@ -272,10 +276,7 @@ class LossMeter:
         tensors = [output for output in trained if output.dim() > 0]
         if node is None:
             return False
-        if not tensors:
-            self._watch(node, _Outputs.of([], []), watched, leaves, None)
-            return False
-        device, known = tensors[0].device, _Outputs.of(tensors, others)
+        device, known = trained[0].device, _Outputs.of(tensors, others if tensors else [])
         if (before := levels_of(device)) is None:
             self._watch(node, known, watched, leaves, meter)
             return meter is not None
@@ -333,7 +334,7 @@ class LossMeter:
 
         Args:
             node: of the model's backward.
-            outputs: if there is none, nothing but gradients is looked for.
+            outputs: if there is none, since the model returns its loss, only gradients are looked for without a meter.
             leaves: the parameters.
             meter: has recorded the forward.
         """

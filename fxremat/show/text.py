@@ -18,6 +18,7 @@ from typing import TypeGuard
 
 from fxremat.chains.chain import Block
 from fxremat.chains.schedule import Forward, Keep, Op
+from fxremat.graphs.accounting import outer_gradients
 from fxremat.planned_step import Compiled, PlannedStep
 from fxremat.search.floor import floor_of
 from fxremat.show.modules import ModuleNode, Share, modules_of
@@ -229,7 +230,10 @@ def facts(plan: PlannedStep, tree: ModuleNode, *, exact: bool = True) -> Iterato
     yield "least budget", _least(plan, exact)
     if plan.costs.sizes.outside:
         aside = format_bytes(plan.costs.sizes.outside)
-        yield "loss outside", f"{aside} for it and its gradients, as measured or assumed; loss= says better"
+        if outer_gradients(plan.captured):
+            yield "loss outside", f"{aside} for it and its gradients, as measured or assumed; loss= says better"
+        else:
+            yield "between", f"{aside} for what runs between forward and backward, as measured; loss= says better"
     if plan.graph.dropped_outputs:
         size = format_bytes(sum(plan.costs.sizes.values[value] for value in plan.graph.dropped_outputs))
         yield "outputs", f"{size} of them count as dropped before the backward, as in model(...).loss.backward()"

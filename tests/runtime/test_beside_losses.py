@@ -1,0 +1,173 @@
+"""What runs between the forward of a model that returns its loss, and its backward: counted from the second step on."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxremat
+from benchmarks.meter import peak_bytes
+from fxremat.settings import Search
+from tests.training import gradients_of, unequal
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+FAST: Any = {"search": Search(seconds=0.0, slots=100)}
+WORDS = 500
+TOKENS = torch.arange(4 * 32).view(4, 32) * 7 % WORDS
+LOGITS = TOKENS.numel() * WORDS * 4
+
+
+class Language(nn.Module):
+    """Returns its loss and the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)
+        )
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.words(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        logits = self.head(hidden)
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()), logits
+
+
+TEACHER = Language().requires_grad_(requires_grad=False)
+Held = list[Tensor]
+
+
+def keeps(model: nn.Module, tokens: Tensor, held: Held) -> Tensor:
+    loss, logits = model(tokens)
+    held += [logits, logits.detach().softmax(-1)]
+    return loss
+
+
+def looks(model: nn.Module, tokens: Tensor, held: Held) -> Tensor:
+    loss, logits = model(tokens)
+    with torch.no_grad():
+        held += [logits, (logits.softmax(-1).exp().log().argmax(-1) == tokens).float().mean()]
+    return loss
+
+
+def is_taught(model: nn.Module, tokens: Tensor, held: Held) -> Tensor:
+    loss, logits = model(tokens)
+    held += [logits, *TEACHER(tokens)]
+    return loss
+
+
+def adds(model: nn.Module, tokens: Tensor, held: Held) -> Tensor:
+    loss, logits = model(tokens)
+    del logits
+    held += [torch.ones(LOGITS // 4)]
+    return loss + 1
+
+
+STEPS = [keeps, looks, is_taught, adds]
+Step = Callable[[nn.Module, Tensor, Held], Tensor]
+
+
+def peaks(model: Any, step: Step, count: int, tokens: Tensor = TOKENS) -> list[int]:
+    """The peak of each of some steps."""
+    found = []
+
+    def train() -> None:
+        held = Held()
+        step(model, tokens, held).backward()
+
+    for _ in range(count):
+        model.zero_grad()
+        found.append(peak_bytes(train))
+    return found
+
+
+def trained(model: Any, step: Step, count: int, tokens: Tensor = TOKENS) -> None:
+    for _ in range(count):
+        model.zero_grad()
+        held = Held()
+        step(model, tokens, held).backward()
+
+
+def notes(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if "between the model's forward" in each.getMessage()]
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["fixed", "sized"])
+@pytest.mark.parametrize("mem", ["min", "bytes", "85%"])
+@pytest.mark.parametrize("step", STEPS)
+def test_it_counts_from_the_second_step_on(
+    step: Step, mem: str, dynamic: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = Language()
+    budget = int(0.9 * peaks(plain, step, 2)[-1]) if mem == "bytes" else mem
+    compiled = fxremat.compile(copy.deepcopy(plain), mem=budget, dynamic=dynamic, **FAST)
+    with caplog.at_level(logging.INFO, "fxremat"):
+        trained(compiled, step, 3)
+        assert len(notes(caplog)) <= 1
+        found = peaks(compiled, step, 3)
+    plan: Any = compiled.plan
+    assert max(found) <= plan.budget
+    assert max(found) <= plan.predicted_peak <= 1.02 * max(found)
+    trained(plain, step, 1)
+    assert unequal(gradients_of(compiled), gradients_of(plain)) == []
+    assert len(notes(caplog)) <= 1
+    if dynamic is None:
+        plan.check()
+
+
+def test_it_grows_with_the_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    compiled: Any = fxremat.compile(Language(), mem="85%", dynamic=True, **FAST)
+    for rows in (2, 4, 3, 2, 4, 3):
+        trained(compiled, keeps, 2, TOKENS[:rows].contiguous())
+    caplog.clear()
+    for rows in (2, 4, 3):
+        (found,) = peaks(compiled, keeps, 1, TOKENS[:rows].contiguous())
+        assert found <= compiled.plan.predicted_peak <= 1.02 * found
+    assert notes(caplog) == []
+
+
+def test_nothing_is_planned_anew_where_nothing_runs_between(caplog: pytest.LogCaptureFixture) -> None:
+    compiled: Any = fxremat.compile(Language(), mem="min", **FAST)
+
+    def scaled(model: nn.Module, tokens: Tensor, held: Held) -> Tensor:
+        loss, logits = model(tokens)
+        held.append(logits)
+        return 3 * loss / 2
+
+    with caplog.at_level(logging.INFO, "fxremat"):
+        trained(compiled, scaled, 1)
+        before = compiled.plan
+        trained(compiled, scaled, 8)
+    assert compiled.plan is before
+    assert notes(caplog) == []
+
+
+def test_a_budget_that_it_exceeds_is_refused_with_its_bytes() -> None:
+    alone: Any = fxremat.compile(Language(), mem="min", **FAST)
+
+    def holds(model: nn.Module, tokens: Tensor, held: Held) -> Tensor:
+        loss, logits = model(tokens)
+        held.append(logits)
+        return loss
+
+    trained(alone, holds, 3)
+    compiled = fxremat.compile(Language(), mem=alone.plan.minimum, **FAST)
+    trained(compiled, keeps, 1)
+    with pytest.raises(fxremat.BudgetTooSmall, match=r"250\.0 KiB for what runs between"):
+        trained(compiled, keeps, 1)
+    wide = fxremat.compile(Language(), mem=alone.plan.minimum + LOGITS + 100, **FAST)
+    trained(wide, keeps, 3)
+    assert max(peaks(wide, keeps, 2)) <= alone.plan.minimum + LOGITS + 100
+    said: Any = fxremat.compile(Language(), mem="min", loss=LOGITS, **FAST)
+    first = peaks(said, looks, 1)
+    assert first[0] <= said.plan.budget
