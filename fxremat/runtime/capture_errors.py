@@ -53,6 +53,10 @@ ADVICE = (
 """Patterns for the source line come before patterns for the reason that tracing gives."""
 
 
+LEAF = "returning intermediate with requires_grad_()"
+"""The reason of dynamo to capture nothing of a forward whose results depend on a leaf of autograd that it makes."""
+
+
 OF_ARGUMENTS = r"bind arguments|device mismatch|when making fake tensor call|Observed exception"
 """A pattern that matches dynamo's reasons to stop at an op or a call that may reject its arguments."""
 
@@ -157,6 +161,8 @@ def explained(error: Exception, plain_error: Callable[[], Exception | None]) -> 
             "compile a submodule instead"
         )
     where = f"{place} ({_first_line(error)})"
+    if LEAF in where:  # dynamo finds it at the end, and tells no line
+        where = "requires_grad_() on a tensor that forward makes, and on which its results depend"
     text = f"the model is not one graph: tracing stops at {where}. {advice(where)}"
     return CaptureError(text, place=where if place == UNKNOWN_LINE else "")
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import grad
 
 import fxremat
 from fxremat.runtime.plain_errors import NOTE
@@ -63,6 +64,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
         lambda m, x: m.linear(x) if x.sum() > 0 else x,
         (rows(),),
         r"not one graph: tracing stops at .*test_advice.py:\d+.*values of tensors",
+    ),
+    "a physics-informed loss": (
+        lambda m, x: grad(m.linear(leaf := x.detach().requires_grad_()).sum(), leaf, create_graph=True)[0].square(),
+        (rows(),),
+        r"at requires_grad_\(\) on a tensor that forward makes, .*requires_grad_\(\) on the input before the call",
     ),
     "an input that wants a gradient": (
         lambda m, x: m.linear(x.requires_grad_()),
