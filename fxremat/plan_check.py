@@ -149,10 +149,11 @@ class Evaluation:
             if isinstance(shown, fx.Node) and self.plan.captured.value_of.get(shown) not in graph.updates:
                 self._hold(value)  # outputs that update an input in place are freed after the copy
         tangents = sum(sizes.values[tangent] for tangent in graph.tangent_values)
-        self.peak = max(self.peak, self._alive + max(tangents + sizes.root, sizes.outside))
+        self.peak = max(self.peak, self._alive + sizes.of_loss)
         for shown, value in zip(self.plan.captured.forward_outputs, outputs, strict=True):
             if isinstance(shown, fx.Node) and self.plan.captured.value_of.get(shown) in graph.dropped_outputs:
                 self._release(value)
+        self.peak = max(self.peak, self._alive + tangents + sizes.root)
         self.beside = sizes.root
         for node in self.plan.captured.tangent_nodes:
             (storage,), value = _storages(node.meta["val"]), self.plan.captured.value_of[node]

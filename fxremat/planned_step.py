@@ -23,7 +23,6 @@ from fxremat.linearize.chain_of import chain_of
 from fxremat.passes.compress import Compression
 from fxremat.passes.lower import Handles, lower
 from fxremat.search.candidate import Candidate, Frontier
-from fxremat.search.floor import loss_bytes
 from fxremat.search.lower_bound import lower_bound
 from fxremat.slices.rewrite import SlicedRegion, Slicing
 from fxremat.step.costs import Costs, Link, apart
@@ -306,9 +305,12 @@ class PlannedStep:
             held: bytes that stay allocated while the backward runs.
         """
         sizes = self.running.costs.sizes
-        known = loss_bytes(self.program.layout.graph, sizes)
-        between = self.memory.at_split - known + loss_bytes(self.program.layout.graph, replace(sizes, outside=peak))
+        between = live_bytes(self.program, replace(sizes, outside=peak)).at_split
         return max(between, self.predicted_peak + max(0, held - sizes.root))
+
+    def peak_if_loss_takes(self, peak: int) -> int:
+        """Return the predicted peak in bytes if a loss outside allocates so many, and keeps as many as expected."""
+        return live_bytes(self.program, replace(self.running.costs.sizes, outside=peak)).peak
 
     def peak_dropping(self, places: Set[int]) -> int:
         """Return the predicted peak in bytes if the caller drops these outputs of the model before the backward."""

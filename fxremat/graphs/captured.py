@@ -23,7 +23,7 @@ from torch import fx
 from fxremat.errors import CaptureError, FxrematError
 from fxremat.graphs.batch_norm import again_inputs, made_again
 from fxremat.graphs.collectives import is_collective
-from fxremat.graphs.handed_in import layout_of
+from fxremat.graphs.handed_in import is_one_number, layout_of
 from fxremat.graphs.names import model_of, parameter_of, sources_of
 from fxremat.graphs.nodes import NUMBERS, is_random, storage_bytes, tangents_in, tensors_of
 from fxremat.graphs.op_key import op_key
@@ -156,8 +156,12 @@ def place_of_output(desc: Any) -> int | None:
 
 
 def lie_as_traced(gradients: Sequence[object], captured: Captured) -> bool:
-    """Tell whether the gradients that autograd passes in lie in memory as they were traced."""
-    return tuple(map(layout_of, gradients)) == captured.tangent_layouts
+    """Tell whether the gradients that autograd passes in lie in memory as they were traced.
+
+    So does one that repeats a single number, as that of a sum does: it takes no memory, so that a copy takes its place.
+    """
+    pairs = zip(gradients, captured.tangent_layouts, strict=True)
+    return all(is_one_number(gradient) or layout_of(gradient) == traced for gradient, traced in pairs)
 
 
 def places_of(graph: Captured, values: Set[int]) -> frozenset[int]:

@@ -25,6 +25,11 @@ def layout_of(value: object) -> tuple[int, ...]:
     return layout(value.shape, value.stride()) if isinstance(value, torch.Tensor) else ()
 
 
+def is_one_number(value: object) -> bool:
+    """Tell whether a tensor has memory for a single number, however many elements show it."""
+    return type(value) is torch.Tensor and value.untyped_storage().nbytes() <= value.element_size()
+
+
 def layout(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """Return the strides without those of dimensions of size 1."""
     return tuple(stride for size, stride in zip(shape, strides, strict=True) if size > 1)

@@ -489,17 +489,18 @@ class Backend:
         planned = self.options.loss_outside.size or (loss.assumed if expected is None else expected)
         stays = loss.held_beside(ran.outputs.places) + loss.early
         peak = planned if loss.peak is None else loss.peak if loss.exact else max(loss.peak, planned)
+        took = peak + loss.early
         beside = held_beside_copies(plan.captured, device_of(plan.captured))
-        predicted = plan.peak_with_loss(peak + loss.early, stays + beside)
+        predicted = plan.peak_with_loss(took, stays + beside)
         exceeds = predicted > max(plan.budget, plan.predicted_peak)
         free = self.options.plan is None  # else the plan is a saved one, which only a budget that is exceeded replaces
         more = exceeds or (free and predicted > GAIN * plan.predicted_peak)
         less = free and loss.exact and (expected is None or loss.anew) and self.options.loss_outside.size is None
-        less = less and _would_gain(plan, planned - peak)
+        less = less and (_would_gain(plan, planned - peak) or self._foresees_too_much(plan, took))
         drops = self._would_drop(ran.outputs, plan, loss.dropped)
         if not (more or less or drops):
             return
-        took, aside = peak + loss.early, planned + (known.early if known else 0)
+        aside = planned + (known.early if known else 0)
         sizes, better = [format_bytes(took), format_bytes(aside)], enough(took)
         if sizes[0] == sizes[1]:
             sizes = [f"{took:,} bytes", f"{aside:,} bytes"]
@@ -534,6 +535,16 @@ class Backend:
             told,
             better and f'; fxremat.compile(..., loss="{better}") does from the start',
         )
+
+    def _foresees_too_much(self, plan: Plan, peak: int) -> bool:
+        """Tell whether a plan's peak is foreseen too high for a loss that takes `peak` bytes.
+
+        A plan within less than all of what a step takes stays as it is, since its budget would be less, too.
+        """
+        budget = self.options.budget
+        if (isinstance(budget, Percent) and budget.of_keep_all < 100) or not _only_recomputes(plan):
+            return False
+        return plan.predicted_peak > GAIN * plan.peak_if_loss_takes(peak)
 
     def _plan_for_other_loss(self, step: _FixedStep | Sized, seen: SeenLoss | None = None) -> None:
         """Plan a captured step again at the next call, with what is now known of the loss; None: nothing new."""

@@ -6,7 +6,7 @@ reads and writes; `ops` below is the number of ops.
     op                 the first execution of an op
     ops + op           a recomputation of a forward op in the forward graph
     2 ops + op         a recomputation of a forward op in the backward graph
-    3 ops + 0, 1, 2    the end of the forward graph, the arrival of gradients, and the end of the step
+    3 ops + 0, ..., 3  the end of the forward graph, the loss, the arrival of gradients, and the end of the step
 
 Values have the numbers of the step graph. Further numbers stand for the loss outside the model, a generator
 state for each random op, and a copy of each input that the forward overwrites. The backward reads the copy; no
@@ -70,6 +70,7 @@ class Executions:
             *(self._again(op, late=False) for op in every),
             *(self._again(op, late=True) for op in every),
             self._split(),
+            self._loss(),
             self._tangents_arrive(),
             self._end(),
         ]
@@ -96,16 +97,17 @@ class Executions:
         return int(peak), self._costs.time_of(numbers)
 
     def entries(self, ops: Ints, again: NDArray[np.bool_], split: int) -> Ints:
-        """Return the index of each execution of a program, and of the ends of forward and step, in this object.
+        """Return the index of each execution of a program, and of what `borders` inserts, in this object.
 
         Args:
             ops: the ops in the order in which they run.
             again: for each of them, whether it is a recomputation.
             split: the index in `ops` of the first execution in the backward graph.
         """
-        moments = 3 * self._count + np.arange(3)
+        inserted = borders(split, ops.size)
         late = np.arange(ops.size) >= split
-        return np.insert(ops + self._count * again * (1 + late), [split, split, ops.size], moments)
+        every = 3 * self._count + np.arange(len(inserted))
+        return np.insert(ops + self._count * again * (1 + late), inserted, every)
 
     def tape(self, entries: Ints, optional: Bits) -> Tape:
         """Return these executions in order as arrays, for simulation; `optional` marks those that may be omitted.
@@ -156,11 +158,13 @@ class Executions:
     def _split(self) -> _Execution:
         return _Execution([v for v in self._graph.updates if v not in self._primals], ())
 
-    def _tangents_arrive(self) -> _Execution:
-        sizes, tangents = self._costs.sizes, self._graph.tangent_values
-        brought = sum(sizes.values[tangent] for tangent in tangents) + sizes.root
+    def _loss(self) -> _Execution:
+        """Make the entry for a loss outside the model; outputs that the caller drops are there while it runs."""
         dropped = self._stored(sorted(self._graph.dropped_outputs), late=False)
-        return _Execution(dropped, [*tangents, self._root], max(0, sizes.outside - brought))
+        return _Execution(dropped, (), self._costs.sizes.of_loss)
+
+    def _tangents_arrive(self) -> _Execution:
+        return _Execution((), [*self._graph.tangent_values, self._root])
 
     def _end(self) -> _Execution:
         """Make the entry for the end of the step; it reads all values that are still alive then."""
@@ -176,6 +180,11 @@ class Executions:
         """
         stored = [value for value in values if value not in self._primals]
         return [*stored, *(self._copy_of[value] for value in values if late and value in self._copy_of)]
+
+
+def borders(split: int, count: int) -> list[int]:
+    """Return where a program of `count` executions has the end of its forward, the loss, gradients, and its end."""
+    return [split, split, split, count]
 
 
 class _Lists:

@@ -74,6 +74,8 @@ def op_at(program: Program, place: int) -> str:
 def loss_bytes(graph: StepGraph, sizes: Sizes) -> int:
     """Return the bytes of a loss outside the model between forward and backward, or of the gradients that it passes in.
     """
+    if graph.dropped_outputs:
+        return sizes.of_loss
     tangents = sum(sizes.values[value] for value in graph.tangent_values) + sizes.root
     return max(tangents, sizes.outside)
 

@@ -20,7 +20,7 @@ from functools import cache
 
 import numpy as np
 
-from fxremat.search.executions import Executions
+from fxremat.search.executions import Executions, borders
 from fxremat.search.replay import Bits, Ints, Tape, blank_pages, replay
 from fxremat.step.costs import Costs
 from fxremat.step.layout import Layout
@@ -37,8 +37,7 @@ class Skeleton:
     layout: Layout
     tape: Tape
     choice: Bits  # for each possible execution of an op, 1 if this candidate runs it
-    # the op of each execution; -1 for the end of the forward, the arrival of gradients and the end of the step
-    ops: Ints
+    ops: Ints  # the op of each execution; -1 for what `executions.borders` inserts
     blocks: Ints  # the block (run of ops between two cuts) of each execution; -1 where `ops` is -1
 
     def judge(self, choice: Bits) -> tuple[int, float]:
@@ -74,7 +73,7 @@ class Skeletons:
         O(steps * nearest).
         """
         ops, blocks, again, chosen, split = self._listed(order)
-        moments = np.array([split, split, len(ops)])
+        moments = borders(split, len(ops))
         entries = self._executions.entries(np.array(ops, np.int64), np.array(again, bool), split)
         return Skeleton(
             layout=order.layout,

@@ -66,11 +66,12 @@ class Moments:
         until = moments[split].start if split < len(moments) else moments[-1].end if moments else 0.0
         ended = max((moment.end for moment in moments[:split]), default=until)
         moments.insert(split, Moment(min(ended, until), until, LOSS, None, _block_before(moments, split)))
-        tangents = program.layout.graph.tangent_values
+        tangents, dropped = program.layout.graph.tangent_values, program.layout.graph.dropped_outputs
         given = sum(sizes.values[value] for value in tangents) + sizes.root
-        later = [_moved(life, split, tangents, program.layout.graph.dropped_outputs) for life in lives]
-        if sizes.outside > given:
-            later.append(Life(MemoryKind.OUTSIDE, split, split, sizes.outside - given))
+        later = [_moved(life, split, tangents, dropped) for life in lives]
+        gone = sum(life.bytes for life in lives if life.value in dropped and life.last == split - 1)
+        if (more := max(sizes.outside, given - gone) if dropped else sizes.outside - given) > 0:
+            later.append(Life(MemoryKind.OUTSIDE, split, split, more))
         return cls(program=program, moments=tuple(moments), lives=tuple(later), split=split + 1, timed=timed)
 
     @cached_property
@@ -117,9 +118,9 @@ def _moved(life: Life, split: int, tangents: Sequence[int], dropped: Set[int]) -
     """Return an allocation with its indices after the moment of the loss was inserted at `split`, before the backward.
 
     Gradients that the loss passes to the backward, the `tangents`, exist from that moment on; outputs that are
-    `dropped` before the backward exist up to it.
+    `dropped` before the backward exist up to it, and if there are such, gradients exist after it.
     """
-    handed_in = life.kind is MemoryKind.OUTSIDE or life.value in tangents
+    handed_in = not dropped and (life.kind is MemoryKind.OUTSIDE or life.value in tangents)
     ends = life.last + (life.value in dropped and life.last == split - 1)
     begins = life.first if handed_in or life.first < split else life.first + 1
     return replace(life, first=begins, last=life.last if ends < split else life.last + 1)

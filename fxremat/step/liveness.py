@@ -32,6 +32,11 @@ class Sizes:
     root: int = 0
     unsplit: int = 0  # bytes added to each size above this number: how much of a block the allocator may leave unused
 
+    @property
+    def of_loss(self) -> int:
+        """Bytes that a loss outside the model allocates, or what a program makes of one that the model returns."""
+        return self.outside or self.root
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -65,13 +70,13 @@ def live_bytes(
     live, during, split_bytes = changes.start, [], changes.start
     for position, step in enumerate(program.steps):
         if position == program.split:
-            split_bytes = live + changes.dropped + max(changes.tangents, sizes.outside)
+            split_bytes = live + max(changes.dropped + sizes.of_loss, changes.tangents)
             live += changes.tangents
         live += changes.born[position]
         during.append(live + (step.workspace if isinstance(step, Transfer) else sizes.workspace[step.op]))
         live -= changes.freed[position]
     if at_hand is None and program.split == len(program.steps):  # there are no backward ops
-        split_bytes = live + changes.dropped + max(changes.tangents, sizes.outside)
+        split_bytes = live + max(changes.dropped + sizes.of_loss, changes.tangents)
     return Memory(tuple(during), split_bytes, live)
 
 

@@ -169,19 +169,22 @@ class _Events:
 
     def _between(self) -> Iterator[Event]:
         graph, sizes = self.graph, self.sizes
+        if dropped := sorted(self.dropped & self.alive):
+            yield Event(_OUTSIDE, sizes.of_loss)
+            for version in dropped:
+                self.alive.remove(version)
+                yield Event(version)
+            yield Event(_OUTSIDE)
         brought = sizes.root + sum(sizes.values[value] for value in graph.tangent_values)
-        if sizes.outside > brought:
+        if sizes.outside > brought and not dropped:
             yield Event(_OUTSIDE, sizes.outside - brought)
         for value in graph.tangent_values:
             if value in self.program.first:
                 yield from self._born(self.program.first[value])
         if sizes.root:
             yield Event(_ROOT, sizes.root)
-        if sizes.outside > brought:
+        if sizes.outside > brought and not dropped:
             yield Event(_OUTSIDE)
-        for version in sorted(self.dropped & self.alive):
-            self.alive.remove(version)
-            yield Event(version)
 
 
 def _for_a_moment(size: int) -> Iterator[Event]:

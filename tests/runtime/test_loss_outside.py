@@ -574,3 +574,33 @@ def test_a_loss_that_does_not_grow_with_the_inputs_can_be_said(said: dict[str, s
     refused = pytest.raises(fxremat.BudgetTooSmall, match=r"if it does not grow with them, .* says so")
     with contextlib.nullcontext() if said else refused:
         step(256)
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["fixed", "sized"])
+@pytest.mark.parametrize("mem", ["min", "100%"])
+@pytest.mark.parametrize("name", ["sum", "mean", "half"])
+def test_a_loss_whose_gradient_takes_no_memory_or_that_drops_the_outputs(
+    name: str, mem: str, dynamic: bool | None
+) -> None:
+    losses: dict[str, Callable[[Tensor], Tensor]] = {
+        "sum": lambda out: out.sum(),
+        "mean": lambda out: out.mean(),
+        "half": lambda out: out[: len(out) // 2].sum() / 7,
+    }
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 512))
+    compiled: Any = fxremat.compile(copy.deepcopy(plain), mem=mem, dynamic=dynamic, **FAST)
+    x = torch.randn(256, 64)
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad()
+        losses[name](model(x)).backward()
+
+    for _ in range(5):
+        step(compiled)
+    compiled.zero_grad()
+    found = peak_bytes(lambda: losses[name](compiled(x)).backward())
+    assert found <= compiled.plan.predicted_peak <= 1.02 * found
+    step(plain)
+    step(compiled)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(compiled.parameters(), plain.parameters(), strict=True))

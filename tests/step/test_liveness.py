@@ -59,9 +59,10 @@ def naive(
                 v: bytes_of(v) for v, value in enumerate(value_of) if value in joint.tangent_values and v not in given
             }
             brought = sum(tangents.values()) + sizes.root if whole else 0
-            at_split = sum(alive.values()) + sum(states.values()) + other + max(brought, sizes.outside)
+            at_split = sum(alive.values()) + sum(states.values()) + other + (sizes.outside or sizes.root)
             gone = {v for v in dropped if not is_used_after(v, position - 1, in_backward=True)} if whole else set()
             alive = {v: size for v, size in alive.items() if v not in gone}
+            at_split = max(at_split, sum(alive.values()) + sum(states.values()) + other + brought)
             if whole:
                 alive |= tangents
                 other += sizes.root
