@@ -144,14 +144,24 @@ class SeenLoss:
         """Return the bytes to expect during the backward."""
         return _at(self.held, assumed, self.fixed) if self.held else 0
 
-    @property
-    def beside_loss(self) -> SeenLoss:
-        """What is known of calls that return their loss, as if it were of a loss outside."""
-        return SeenLoss(peaks=self.beside[0], held=self.beside[1], early=self.early, fixed=self.fixed)
+    def beside_at(self, scale: int) -> tuple[int, int]:
+        """Return the bytes to expect between forward and backward of a call that returns its loss, and in the backward.
 
-    def with_beside_loss(self, seen: SeenLoss) -> SeenLoss:
-        """Return this with what is known of calls that return their loss, as `beside_loss` shows it."""
-        return replace(self, beside=(seen.peaks, seen.held), early=seen.early, fixed=seen.fixed)
+        From one measurement they are not taken to grow with the outputs, since they need not: larger ones are measured.
+
+        Args:
+            scale: the bytes of the outputs, as `graphs.accounting.scale_of_loss` counts them.
+        """
+        peak, held = (
+            _at(points, min(scale, points[0][0]) if len(points) == 1 else scale, 0) if points else 0
+            for points in self.beside
+        )
+        return peak, held
+
+    def with_beside(self, scale: int, peak: int, held: int) -> SeenLoss:
+        """Add a measurement of a call that returns its loss."""
+        peaks, helds = self.beside
+        return replace(self, beside=(_with_point(peaks, scale, peak), _with_point(helds, scale, held)))
 
     def without_points(self) -> SeenLoss:
         """Discard the measurements, since the loss takes other memory now."""

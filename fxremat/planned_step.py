@@ -26,7 +26,7 @@ from fxremat.search.candidate import Candidate, Frontier
 from fxremat.search.lower_bound import lower_bound
 from fxremat.slices.rewrite import SlicedRegion, Slicing
 from fxremat.step.costs import Costs, Link, apart
-from fxremat.step.liveness import Memory, last_uses, live_bytes, retained_peak
+from fxremat.step.liveness import Memory, Sizes, last_uses, live_bytes, retained_peak
 from fxremat.step.program import Program
 from fxremat.step.reserved import AllocatorState
 from fxremat.step.step_graph import StepGraph
@@ -308,9 +308,9 @@ class PlannedStep:
         between = live_bytes(self.program, replace(sizes, outside=peak)).at_split
         return max(between, self.predicted_peak + max(0, held - sizes.root))
 
-    def peak_if_loss_takes(self, peak: int) -> int:
-        """Return the predicted peak in bytes if a loss outside allocates so many, and keeps as many as expected."""
-        return live_bytes(self.program, replace(self.running.costs.sizes, outside=peak)).peak
+    def peak_with(self, sizes: Sizes) -> int:
+        """Return the predicted peak in bytes with other sizes of the loss than those that the plan expects."""
+        return self.predicted_peak + live_bytes(self.program, sizes).peak - self.memory.peak
 
     def peak_dropping(self, places: Set[int]) -> int:
         """Return the predicted peak in bytes if the caller drops these outputs of the model before the backward."""

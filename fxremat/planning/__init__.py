@@ -33,7 +33,7 @@ from fxremat.graphs.accounting import (
 )
 from fxremat.host.default import default_tier
 from fxremat.ops.parameters import kind_of_optimizer
-from fxremat.options import Options, SeenLoss
+from fxremat.options import Options
 from fxremat.passes.lower import Handles
 from fxremat.planning.compiled import compiles_whole_graphs, with_compiled_kernels
 from fxremat.planning.in_slices import Variants, fastest, variants_of, what_slices_buy
@@ -115,13 +115,14 @@ def _of_unmeasured_loss(step: Step, options: Options, error: BudgetTooSmall) -> 
     """
     device, seen = device_of(step.graph), options.loss_seen
     if not outer_gradients(step.graph):
-        scale, beside = scale_of_loss(step.graph), seen.beside_loss if seen else SeenLoss()
-        counted = max(beside.peak_at(scale) or 0, beside.held_at(scale))
-        if not counted or error.minimum - counted > error.budget:
+        scale = scale_of_loss(step.graph)
+        counted = max(seen.beside_at(scale)) if seen else 0
+        if not seen or not counted or error.minimum - counted > error.budget:
             return ""
+        how = "as measured" if scale in dict(seen.beside[0]) else "going by calls of other sizes"
         return (
-            f"the least counts {format_bytes(counted)} for what runs between the model's forward and its backward, as "
-            "measured: fewer would do if that kept less"
+            f"the least counts {format_bytes(counted)} for what runs between the model's forward and its backward, "
+            f"{how}: fewer would do if that kept less"
         )
     if seen is not None:
         expected, most = seen.peak_at(outside_bytes(step.graph)) or 0, max((peak for _, peak in seen.peaks), default=0)

@@ -20,14 +20,16 @@ from fxremat.graphs.accounting import (
     held_beside_copies,
     numbers_of_loss,
     outer_gradients,
+    outside_bytes,
     scale_of_loss,
 )
 from fxremat.graphs.captured import Captured
-from fxremat.options import Options
+from fxremat.options import Options, SeenLoss
 from fxremat.planning.step import Step
 from fxremat.plans import Plan
 from fxremat.search.executions import keep_all_peak
 from fxremat.step.costs import Costs
+from fxremat.step.liveness import Sizes
 from fxremat.step.step_graph import Kind, StepGraph
 
 Order = Callable[[], Sequence[int]]  # a function that returns the order in which ops run while their costs are measured
@@ -98,15 +100,30 @@ def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
         costs, _ = apart_from_copies(graph, costs)
         sizes = costs.sizes
     if seen is not None and not outer_gradients(graph):
-        seen = seen.beside_loss if any(seen.beside) else None
+        return replace(costs, sizes=sizes_with_loss(graph, sizes, seen, said))
     if seen is None:
         return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))
-    assumed = scale_of_loss(graph)
+    assumed = outside_bytes(graph)
     measured = seen.peak_at(assumed)
     outside = max(said or 0, (sizes.outside if measured is None else measured) + early)
     stays = seen.held_at(assumed) + early + held_beside_copies(graph, device_of(graph))
     root = max(sizes.root, stays)
     return replace(costs, sizes=replace(sizes, outside=outside, root=root))
+
+
+def sizes_with_loss(graph: Captured, sizes: Sizes, seen: SeenLoss, said: int | None) -> Sizes:
+    """Return the sizes of a step that returns its loss, with the bytes that the program needs beside that.
+
+    Args:
+        said: the bytes that the user says for it.
+    """
+    device = device_of(graph)
+    peak, stays = seen.beside_at(scale_of_loss(graph))
+    early = seen.early + numbers_of_loss(device) if seen.early else 0
+    numbers = numbers_of_loss(device) * len(graph.tangent_nodes)
+    return replace(
+        sizes, outside=max(said or 0, peak + early if peak else 0), root=max(numbers, stays) + early
+    )
 
 
 def rate_of(graph: Captured, costs: Costs, options: Options) -> float:

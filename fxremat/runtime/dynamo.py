@@ -60,7 +60,7 @@ from fxremat.passes.recurrent import recurrent_as_ops
 from fxremat.passes.regions import inline_regions
 from fxremat.passes.tangents import bear_any_layout
 from fxremat.planning.captured_step import CapturedStep, FixedStep
-from fxremat.planning.facts import estimated_keep_all, facts_of
+from fxremat.planning.facts import estimated_keep_all, facts_of, sizes_with_loss
 from fxremat.planning.graph_programs import as_in_a_step, programs_of, programs_of_single_ops, tier_of
 from fxremat.planning.limits import limit_of
 from fxremat.planning.means import seen_before
@@ -470,22 +470,17 @@ class Backend:
         """
         if self.coordinator is not None:  # calls have been planned together since that step began
             return
-        kept, scale = self.options.loss_seen, loss.assumed or scale_of_loss(plan.captured)
-        known, named = kept, "the loss outside the model"
-        if not loss.assumed:
-            known, named = kept and kept.beside_loss, "what runs between the model's forward and its backward"
-
-        def take(seen: SeenLoss | None) -> None:
-            if seen is not None and not loss.assumed:
-                seen = (kept or SeenLoss()).with_beside_loss(seen)
-            self._plan_for_other_loss(ran, seen)
-
+        if not loss.assumed and loss.peak is not None:
+            self._take_beside(ran, plan, loss, loss.peak)
+            return
         if loss.anew and self._mem_with_room is not None:
             self.options, self._mem_with_room = replace(self.options, mem=self._mem_with_room), None
-            seen, held = (known or SeenLoss()).without_points(), loss.held_beside(ran.outputs.places)
-            take(seen.with_peak(scale, loss.peak or 0).with_held(scale, held))
+            seen, held = (self.options.loss_seen or SeenLoss()).without_points(), loss.held_beside(ran.outputs.places)
+            seen = seen.with_peak(loss.assumed, loss.peak or 0).with_held(loss.assumed, held)
+            self._plan_for_other_loss(ran, seen)
             return
-        expected = None if known is None else known.peak_at(scale)
+        known = self.options.loss_seen
+        expected = None if known is None else known.peak_at(loss.assumed)
         planned = self.options.loss_outside.size or (loss.assumed if expected is None else expected)
         stays = loss.held_beside(ran.outputs.places) + loss.early
         peak = planned if loss.peak is None else loss.peak if loss.exact else max(loss.peak, planned)
@@ -504,21 +499,21 @@ class Backend:
         sizes, better = [format_bytes(took), format_bytes(aside)], enough(took)
         if sizes[0] == sizes[1]:
             sizes = [f"{took:,} bytes", f"{aside:,} bytes"]
-        told = f"{named} allocated {sizes[0]} where {sizes[1]} had been set aside"
+        told = f"the loss outside the model allocated {sizes[0]} where {sizes[1]} had been set aside"
         if loss.peak is None or (more and took <= aside):  # what exceeds is not its peak
             what = "and of gradients that it has made of parameters " if loss.early else ""
-            told = f"{format_bytes(stays)} of {named} {what}stay while the model's backward runs"
+            told = f"{format_bytes(stays)} of the loss outside the model {what}stay while the model's backward runs"
             better = ""  # a larger loss between forward and backward would make no room there
         seen = known or SeenLoss()
         if loss.anew:
             seen = seen.without_points()
-        if loss.assumed or loss.peak is not None:
+        if loss.assumed:
             if loss.peak is not None:
-                seen = seen.with_peak(scale, peak)
-            seen = seen.with_held(scale, loss.held_beside(ran.outputs.places))
+                seen = seen.with_peak(loss.assumed, peak)
+            seen = seen.with_held(loss.assumed, loss.held_beside(ran.outputs.places))
         seen = replace(seen, early=max(seen.early, loss.early), fixed=max(seen.fixed, loss.fixed))
         if drops and not (more or less):
-            take(seen)
+            self._plan_for_other_loss(ran, seen)
             return
         if (seen == known and not drops) or communicates(plan.graph):
             why = "another plan would be the same" if seen == known else "ranks that share a model keep their plan"
@@ -527,7 +522,7 @@ class Backend:
                 way = better and f': fxremat.compile(..., loss="{better}") makes room for it'
                 log.warning("%s, and %s%s", told, why, way)
             return
-        take(seen)
+        self._plan_for_other_loss(ran, seen)
         by_much = predicted > NOTED * max(plan.budget, plan.predicted_peak)
         log.log(
             logging.WARNING if by_much else logging.INFO,
@@ -536,15 +531,55 @@ class Backend:
             better and f'; fxremat.compile(..., loss="{better}") does from the start',
         )
 
+    def _take_beside(self, ran: _FixedStep | Sized, plan: Plan, loss: MeasuredLoss, took: int) -> None:
+        """Plan again at the next call if what runs beside a loss that the model returns takes other memory than that.
+
+        A program may make once what it keeps. So the second call is measured anew, and after the first one its bytes
+        are planned for only where the least budget leaves room for them.
+
+        Args:
+            took: the peak between forward and backward, in bytes.
+        """
+        known, options = self.options.loss_seen or SeenLoss(), self.options
+        scale, held = scale_of_loss(plan.captured), loss.held_beside(ran.outputs.places)
+        drops = self._would_drop(ran.outputs, plan, loss.dropped)
+        seen = replace(known, early=max(known.early, loss.early), fixed=max(known.fixed, loss.fixed))
+        alone = seen
+        if loss.anew or loss.call == 2:
+            seen = replace(seen, beside=((), ()))
+        seen = seen.with_beside(scale, took, held)
+        if loss.anew and self._mem_with_room is not None:
+            self.options, self._mem_with_room = replace(options, mem=self._mem_with_room), None
+            self._plan_for_other_loss(ran, seen)
+            return
+        sizes = sizes_with_loss(plan.captured, plan.running.costs.sizes, seen, options.loss_outside.size)
+        foreseen, predicted = plan.peak_with(sizes), plan.predicted_peak
+        exceeds, free = foreseen > max(plan.budget, predicted), options.plan is None
+        differs = free and max(foreseen, predicted) > GAIN * min(foreseen, predicted)
+        least, more = min(each.peak for each in plan.alternatives.candidates), max(sizes.outside, sizes.root)
+        if loss.call == 1 and not isinstance(options.budget, Least) and least + more > plan.budget:
+            exceeds, differs, seen = False, False, alone
+        if seen == known or not (exceeds or differs) or communicates(plan.graph):
+            if drops or alone.early > known.early:
+                self._plan_for_other_loss(ran, alone)
+            return
+        self._plan_for_other_loss(ran, seen)
+        log.log(
+            logging.WARNING if foreseen > NOTED * max(plan.budget, predicted) else logging.INFO,
+            "%s allocated %s, of which %s stay, where %s had been set aside: the next call plans for that",
+            "what runs between the model's forward and its backward",
+            *(format_bytes(size) for size in (max(took, held), held, max(known.beside_at(scale)))),
+        )
+
     def _foresees_too_much(self, plan: Plan, peak: int) -> bool:
         """Tell whether a plan's peak is foreseen too high for a loss that takes `peak` bytes.
 
-        A plan within less than all of what a step takes stays as it is, since its budget would be less, too.
+        A plan within a percentage stays as it is, since its budget would be less, too, and other losses may take more.
         """
-        budget = self.options.budget
-        if (isinstance(budget, Percent) and budget.of_keep_all < 100) or not _only_recomputes(plan):
+        if isinstance(self.options.budget, Percent) or not _only_recomputes(plan):
             return False
-        return plan.predicted_peak > GAIN * plan.peak_if_loss_takes(peak)
+        sizes = replace(plan.running.costs.sizes, outside=peak)
+        return plan.predicted_peak > GAIN * plan.peak_with(sizes)
 
     def _plan_for_other_loss(self, step: _FixedStep | Sized, seen: SeenLoss | None = None) -> None:
         """Plan a captured step again at the next call, with what is now known of the loss; None: nothing new."""

@@ -6,7 +6,8 @@ reset, when the planned forward has run, and when the first gradient reaches its
 are measured, since losses may grow, and those with larger inputs than any before. A CPU's allocator has no counters:
 there a profiler records what the loss allocates (`step_memory`). Where the program starts one of its own, the
 assumption stays; but in the first step the values of the loss are looked for that Python still holds when the model's
-backward begins. So are gradients of parameters that are there by then, as those of a penalty on their norm.
+backward begins. So are gradients of parameters that are there by then, as those of a penalty on their norm, and, in the
+first two steps and those with larger inputs, what stays beside a loss that the model returns.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from fxremat.torch_private import (
     accumulates_into,
     current_node,
     history_of,
+    is_allocated,
     is_compiled_backward,
     is_node_of,
     is_transformed,
@@ -41,6 +43,7 @@ from fxremat.torch_private import (
     watching_backward,
 )
 
+MOST_LOOKS = 2  # on a device without counters, what is beside a loss is looked for in so many calls, and larger ones
 GROWTH = 1.02  # a loss is measured again where the inputs have grown by this factor
 
 
@@ -63,6 +66,7 @@ class MeasuredLoss:
     # outputs of the model that are gone when its backward begins: place -> bytes, which are not taken off `held`
     dropped: Mapping[int, int] = field(default_factory=dict)
     anew: bool = False  # what was measured before counts no more, since models that the loss consists of have new plans
+    call: int = 0  # the number of the call since the step was captured
 
     def held_beside(self, dropped: Set[int]) -> int:
         """Return the bytes that are held beside a plan that counts these outputs as dropped, and others as held."""
@@ -210,6 +214,7 @@ class LossMeter:
         self._node: weakref.ref[Any] | None = None  # of the backward of the call whose outputs are watched
         self._data: list[int] | None = None  # the places of inputs that are no parameters
         self._largest = 0  # the most numbers that these had in a call that was measured, since others have their plans
+        self._looks = False  # True if this call is looked at where allocations are not counted
         self._anew = False  # True if others have new plans, and nothing was measured since
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
@@ -217,6 +222,7 @@ class LossMeter:
         if self._others.have_replaced_plans():
             self._anew, self._largest = True, 0
         changed |= self._has_larger(inputs)
+        self._looks = changed or self.calls < MOST_LOOKS
         measured = changed or (self.calls + 1) & self.calls == 0
         leaves = [x for x in inputs if _is_without_gradient(x)] if measured and not self.stepping else []
         self._unwatch()
@@ -277,7 +283,10 @@ class LossMeter:
         if node is None:
             return False
         device, known = trained[0].device, _Outputs.of(tensors, others if tensors else [])
-        if (before := levels_of(device)) is None:
+        if (before := levels_of(device)) is None and not tensors:
+            self._watch_beside(node, device, watched, leaves)
+            return False
+        if before is None:
             self._watch(node, known, watched, leaves, meter)
             return meter is not None
         look, judge, sizes, assumed = self._look(node, leaves), self._taking(), known.gradients, known.assumed
@@ -300,11 +309,11 @@ class LossMeter:
 
     def _taking(self) -> Callable[[MeasuredLoss], None]:
         """Return a function that takes the loss of the call that has just run."""
-        judge = self._judge()
+        judge, call = self._judge(), self.calls
 
         def take(loss: MeasuredLoss) -> None:
             anew, self._anew = self._anew and loss.peak is not None, self._anew and loss.peak is None
-            judge(replace(loss, anew=anew))
+            judge(replace(loss, anew=anew, call=call))
 
         return take
 
@@ -334,14 +343,13 @@ class LossMeter:
 
         Args:
             node: of the model's backward.
-            outputs: if there is none, since the model returns its loss, only gradients are looked for without a meter.
             leaves: the parameters.
             meter: has recorded the forward.
         """
-        looks, look = bool(outputs.tensors) and self.calls == 1, self._look(node, leaves)
+        looks, look = self.calls == 1, self._look(node, leaves)
         judge = self._taking()
         assumed, sizes, known = outputs.assumed, outputs.gradients, {storage_of(t) for t in outputs.tensors}
-        numbers = numbers_of_loss(outputs.tensors[0].device) if outputs.tensors else 0
+        numbers = numbers_of_loss(outputs.tensors[0].device)
         leaves_forward = meter.border() if meter is not None else None
         # with the bytes of the gradients that arrive there, and the outputs that are dropped by then
         reaches_backward = list[tuple[Border, int, Mapping[int, int]]]()
@@ -386,6 +394,31 @@ class LossMeter:
 
         self._stop = unwatch
 
+    def _watch_beside(
+        self, node: Any, device: torch.device, watched: WatchedOutputs, leaves: Sequence[Tensor]
+    ) -> None:
+        """Look for what the program keeps beside a loss that the model returns, on a device without counters.
+
+        A record of allocations would not tell what is freed of earlier steps, such as what this one replaces. What is
+        freed before the backward begins is not seen.
+        """
+        look, judge = self._look(node, leaves), self._taking()
+        before = held_by_python(device) if self._looks else None
+
+        def reached(gradients: Sequence[Tensor | None]) -> None:
+            handle.remove()
+            self._unwatch()
+            if _is_differentiated_elsewhere(gradients):
+                return
+            dropped, early = watched.dropped, look.found.own
+            loss = MeasuredLoss(assumed=0, peak=None, held=0, early=early, fixed=0, exact=False, dropped=dropped)
+            if before is not None:
+                made = held_by_python(device) - before
+                loss = replace(loss, peak=max(0, made), held=made + sum(dropped.values()), exact=True)
+            judge(loss)
+
+        handle, self._stop = node.register_prehook(reached), watching_backward(look, lambda: None)
+
     def _unwatch(self) -> None:
         """End the watch for the backward of the last call that was measured."""
         stop, self._stop = self._stop, None
@@ -428,6 +461,18 @@ def _is_parameter(value: Any) -> bool:
 
 def _is_without_gradient(value: Any) -> bool:
     return _is_parameter(value) and value.grad is None
+
+
+def held_by_python(device: torch.device) -> int:
+    """Return the bytes of the tensors on a device that Python holds.
+
+    Costs a look at every object of the process, some tens of milliseconds.
+    """
+    found = dict[int, int]()
+    for each in gc.get_objects():
+        if type(each) is Tensor and not is_transformed(each) and each.device == device and is_allocated(each):
+            found[storage_of(each)] = each.untyped_storage().nbytes()
+    return sum(found.values())
 
 
 def made_from(node: Any) -> Iterator[Tensor]:

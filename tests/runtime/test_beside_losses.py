@@ -136,6 +136,41 @@ def test_it_grows_with_the_sizes(caplog: pytest.LogCaptureFixture) -> None:
     assert notes(caplog) == []
 
 
+REPLACED = Held()  # by the next step
+
+
+def replaces(model: nn.Module, tokens: Tensor, held: Held) -> Tensor:
+    loss, logits = model(tokens)
+    held.append(logits)
+    REPLACED[:] = [logits.detach().softmax(-1)]
+    return loss
+
+
+@pytest.mark.parametrize("mem", ["min", "bytes", "85%"])
+@pytest.mark.parametrize("step", [replaces, keeps])
+def test_what_only_the_first_step_has_does_not_count(step: Step, mem: str) -> None:
+    REPLACED.clear()
+    least: Any = fxremat.compile(Language(), mem="min", **FAST)
+    trained(least, looks, 3)
+    budget = least.plan.minimum + LOGITS // 4 if mem == "bytes" else mem
+    compiled: Any = fxremat.compile(Language(), mem=budget, **FAST)
+    trained(compiled, step, 1)
+    trained(compiled, looks if step is keeps else step, 3)
+    assert compiled.plan.minimum == least.plan.minimum
+    if step is keeps:  # a profiler does not count what is freed of earlier steps
+        found = peaks(compiled, looks, 2)[-1]
+        assert found <= compiled.plan.predicted_peak <= 1.02 * found
+
+
+def test_what_does_not_grow_is_not_scaled() -> None:
+    compiled: Any = fxremat.compile(Language(), mem=3_000_000, dynamic=True, **FAST)
+    for rows in (2, 2, 4, 4, 3, 4):
+        trained(compiled, adds, 1, TOKENS[:rows].contiguous())
+    for rows in (2, 3, 4):
+        (found,) = peaks(compiled, adds, 1, TOKENS[:rows].contiguous())
+        assert found <= compiled.plan.predicted_peak <= 1.02 * found
+
+
 def test_nothing_is_planned_anew_where_nothing_runs_between(caplog: pytest.LogCaptureFixture) -> None:
     compiled: Any = fxremat.compile(Language(), mem="min", **FAST)
 
@@ -162,7 +197,7 @@ def test_a_budget_that_it_exceeds_is_refused_with_its_bytes() -> None:
 
     trained(alone, holds, 3)
     compiled = fxremat.compile(Language(), mem=alone.plan.minimum, **FAST)
-    trained(compiled, keeps, 1)
+    trained(compiled, keeps, 2)
     with pytest.raises(fxremat.BudgetTooSmall, match=r"250\.0 KiB for what runs between"):
         trained(compiled, keeps, 1)
     wide = fxremat.compile(Language(), mem=alone.plan.minimum + LOGITS + 100, **FAST)
