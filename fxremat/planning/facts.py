@@ -92,22 +92,19 @@ def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
     Where the model returns its loss, they are of what the program computes beside it before the backward.
     """
     said, seen, sizes = options.loss_outside.size, options.loss_seen, costs.sizes
-    early = 0
-    if seen is not None and seen.early:
-        early = seen.early + numbers_of_loss(device_of(graph))
-        costs = replace(costs, sizes=(sizes := replace(sizes, root=sizes.root + early)))
-    if seen is not None and seen.as_traced:
-        costs, _ = apart_from_copies(graph, costs)
-        sizes = costs.sizes
-    if seen is not None and not outer_gradients(graph):
-        return replace(costs, sizes=sizes_with_loss(graph, sizes, seen, said))
     if seen is None:
         return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))
+    if seen.as_traced:
+        costs, _ = apart_from_copies(graph, costs)
+        sizes = costs.sizes
+    if not outer_gradients(graph):
+        return replace(costs, sizes=sizes_with_loss(graph, sizes, seen, said))
+    early = _early(graph, seen)
     assumed = outside_bytes(graph)
     measured = seen.peak_at(assumed)
     outside = max(said or 0, (sizes.outside if measured is None else measured) + early)
-    stays = seen.held_at(assumed) + early + held_beside_copies(graph, device_of(graph))
-    root = max(sizes.root, stays)
+    stays = seen.held_at(assumed) + held_beside_copies(graph, device_of(graph))
+    root = max(sizes.root, stays) + early
     return replace(costs, sizes=replace(sizes, outside=outside, root=root))
 
 
@@ -117,13 +114,14 @@ def sizes_with_loss(graph: Captured, sizes: Sizes, seen: SeenLoss, said: int | N
     Args:
         said: the bytes that the user says for it.
     """
-    device = device_of(graph)
-    peak, stays = seen.beside_at(scale_of_loss(graph))
-    early = seen.early + numbers_of_loss(device) if seen.early else 0
-    numbers = numbers_of_loss(device) * len(graph.tangent_nodes)
-    return replace(
-        sizes, outside=max(said or 0, peak + early if peak else 0), root=max(numbers, stays) + early
-    )
+    (peak, stays), early = seen.beside_at(scale_of_loss(graph)), _early(graph, seen)
+    numbers = numbers_of_loss(device_of(graph)) * len(graph.tangent_nodes)
+    return replace(sizes, outside=max(said or 0, peak + early if peak else 0), root=max(numbers, stays) + early)
+
+
+def _early(graph: Captured, seen: SeenLoss) -> int:
+    """Return the bytes of gradients of parameters that are there before the model's backward, with their numbers."""
+    return seen.early + numbers_of_loss(device_of(graph)) if seen.early else 0
 
 
 def rate_of(graph: Captured, costs: Costs, options: Options) -> float:

@@ -532,7 +532,7 @@ class Backend:
         )
 
     def _take_beside(self, ran: _FixedStep | Sized, plan: Plan, loss: MeasuredLoss, took: int) -> None:
-        """Plan again at the next call if what runs beside a loss that the model returns takes other memory than that.
+        """Plan again at the next call if what runs beside a returned loss takes other memory than planned.
 
         A program may make once what it keeps. So the second call is measured anew, and after the first one its bytes
         are planned for only where the least budget leaves room for them.

@@ -1,4 +1,4 @@
-"""What runs between the forward of a model that returns its loss, and its backward: counted from the second step on."""
+"""Memory that a program keeps beside a loss that the model returns counts after the first steps."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxremat
 from benchmarks.meter import peak_bytes
-from fxremat.settings import Search
+from tests.runtime.test_dropped_outputs import FAST, LOGITS, TOKENS, WORDS, cross_entropy
 from tests.training import gradients_of, unequal
 
 pytestmark = pytest.mark.usefixtures("torch_ready")
-FAST: Any = {"search": Search(seconds=0.0, slots=100)}
-WORDS = 500
-TOKENS = torch.arange(4 * 32).view(4, 32) * 7 % WORDS
-LOGITS = TOKENS.numel() * WORDS * 4
 
 
 class Language(nn.Module):
@@ -40,7 +35,7 @@ class Language(nn.Module):
         for layer in self.layers:
             hidden = hidden + layer(hidden)
         logits = self.head(hidden)
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()), logits
+        return cross_entropy(logits, tokens), logits
 
 
 TEACHER = Language().requires_grad_(requires_grad=False)
