@@ -93,6 +93,7 @@ class CompileOptions(PlanOptions, total=False):
 Points = tuple[tuple[int, int], ...]
 """Measurements of a loss: (bytes assumed for outputs of these shapes, bytes measured), smallest outputs first."""
 
+SINGLES = 32  # bytes of the single numbers that a loss may compute, however small the outputs are
 MOST_POINTS = 8
 
 
@@ -107,12 +108,13 @@ def _with_point(points: Points, assumed: int, measured: int) -> Points:
 def _at(points: Points, assumed: int, fixed: int) -> int:
     """Return the bytes to expect for other outputs, from at least one measurement.
 
-    From one, all bytes but the `fixed` ones are taken to grow with the outputs; from several, the parts between them
-    are taken to be linear, so that nothing else that does not grow is scaled.
+    From one, all bytes but the `fixed` ones, and for smaller outputs some single numbers, are taken to grow with the
+    outputs; from several, the parts between them are taken to be linear, so that nothing else that does not grow is
+    scaled.
     """
     if len(points) == 1:
         ((known, measured),) = points
-        stays = min(fixed, measured)
+        stays = min(fixed + (SINGLES if assumed < known else 0), measured)
         return stays + math.ceil((measured - stays) * Fraction(assumed, known))
     above = next((place for place, (known, _) in enumerate(points) if known >= assumed), len(points) - 1)
     (low, first), (high, last) = points[max(above, 1) - 1], points[max(above, 1)]

@@ -312,11 +312,27 @@ class PlannedStep:
         """Return the predicted peak in bytes with other sizes of the loss than those that the plan expects."""
         return self.predicted_peak + live_bytes(self.program, sizes).peak - self.memory.peak
 
+    def keep_all_peak_with(self, sizes: Sizes) -> int:
+        """Return the peak in bytes without any recomputation with other sizes of the loss than those expected."""
+        program = self.alternatives.keep_all.program()
+        expected, other = (live_bytes(program, each).peak for each in (self.costs.sizes, sizes))
+        return self.keep_all_peak + other - expected
+
+    def keep_all_peak_dropping(self, places: Set[int]) -> int:
+        """Return the peak in bytes without any recomputation if the caller drops these outputs."""
+        program = self.alternatives.keep_all.program()
+        kept, dropped = (live_bytes(each, self.costs.sizes).peak for each in (program, self._dropping(program, places)))
+        return self.keep_all_peak + dropped - kept
+
     def peak_dropping(self, places: Set[int]) -> int:
         """Return the predicted peak in bytes if the caller drops these outputs of the model before the backward."""
-        program, graph = self.program, self.running.captured
+        dropping = self._dropping(self.program, places)
+        return retained_peak(dropping, self.running.costs.sizes, self.retained)
+
+    def _dropping(self, program: Program, places: Set[int]) -> Program:
+        graph = self.running.captured
         layout = replace(program.layout, graph=replace(graph.step, dropped_outputs=graph.values_at(places)))
-        return retained_peak(replace(program, layout=layout), self.running.costs.sizes, self.retained)
+        return replace(program, layout=layout)
 
     def unread_outputs(self) -> frozenset[int]:
         """Return which outputs of the model the backward does not read, so that the caller alone holds them."""
@@ -327,8 +343,12 @@ class PlannedStep:
 
     def peak_without_copies(self) -> int:
         """Return the predicted peak in bytes if gradients that a loss outside hands in are not copied."""
+        return retained_peak(self.program, self.sizes_without_copies(), self.retained)
+
+    def sizes_without_copies(self) -> Sizes:
+        """Return the sizes of the running program's values and workspaces if those gradients are not copied."""
         costs, _ = apart_from_copies(self.running.captured, self.running.costs)
-        return retained_peak(self.program, costs.sizes, self.retained)
+        return costs.sizes
 
     @cached_property
     def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:

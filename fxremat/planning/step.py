@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,14 +41,16 @@ class LargestCall:
     """
 
     reference: Reference | None = None
+    assumed: Reference | None = None  # that call, with the loss that was assumed before it was measured
     among: Mapping[object, LargestCall] = field(default_factory=dict, repr=False)  # those of all calls of the model
 
     def with_more(self, bytes: int, budget: Budget) -> Reference | None:
         """Return the model's largest call so far, whatever it did, if a budget in percent of it is more than `bytes`.
 
         A step that is smaller than earlier ones, since layers were frozen for instance, may take as much as they did.
+        So may one whose loss takes less than was assumed.
         """
-        calls = [each.reference for each in self.among.values() if each.reference is not None]
+        calls = [call for each in (self, *self.among.values()) for call in (each.reference, each.assumed) if call]
         largest = max(calls, key=lambda each: each.bytes, default=None)
         if largest is None or not isinstance(budget, Percent) or largest.bytes * budget.of_keep_all / 100 < bytes + 1:
             return None
@@ -61,6 +63,12 @@ class LargestCall:
     def note(self, other: Reference) -> None:
         """Remember another call if it is larger."""
         self.reference = self.or_larger(other)
+
+    def correct(self, measured: int, assumed: int) -> None:
+        """Take into account that a call whose loss was measured takes `measured` bytes, not `assumed`."""
+        if self.reference is not None:
+            self.assumed = self.assumed or self.reference
+            self.reference = replace(self.reference, bytes=self.reference.bytes * measured // assumed)
 
 
 @dataclass(frozen=True, kw_only=True)

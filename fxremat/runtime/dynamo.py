@@ -95,6 +95,7 @@ from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.torch_compile import Graphs, WholeGraph, graphs_of
 from fxremat.runtime.unused import Backward, telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
+from fxremat.step.liveness import Sizes
 from fxremat.torch_private import (
     among_ranks,
     any_batched,
@@ -454,6 +455,8 @@ class Backend:
             return False
         size = format_bytes(bytes_at(dropped, more - known.places))
         log.info("%s of outputs are dropped before the backward: the next call plans for that", size)
+        if _only_recomputes(plan):
+            self._largest_call.correct(plan.keep_all_peak_dropping(more), plan.keep_all_peak)
         known.places = more
         return True
 
@@ -523,6 +526,8 @@ class Backend:
                 log.warning("%s, and %s%s", told, why, way)
             return
         self._plan_for_other_loss(ran, seen)
+        if less:
+            self._correct_largest_call(plan, replace(plan.running.costs.sizes, outside=took))
         by_much = predicted > NOTED * max(plan.budget, plan.predicted_peak)
         log.log(
             logging.WARNING if by_much else logging.INFO,
@@ -572,14 +577,22 @@ class Backend:
         )
 
     def _foresees_too_much(self, plan: Plan, peak: int) -> bool:
-        """Tell whether a plan's peak is foreseen too high for a loss that takes `peak` bytes.
+        """Tell whether a plan's peak, or that without recomputation, is foreseen too high for a loss of `peak` bytes.
 
-        A plan within a percentage stays as it is, since its budget would be less, too, and other losses may take more.
+        The latter counts if the budget is a percentage of it.
         """
-        if isinstance(self.options.budget, Percent) or not _only_recomputes(plan):
+        if not _only_recomputes(plan):
             return False
         sizes = replace(plan.running.costs.sizes, outside=peak)
-        return plan.predicted_peak > GAIN * plan.peak_with(sizes)
+        if plan.predicted_peak > GAIN * plan.peak_with(sizes):
+            return True
+        in_percent = isinstance(self.options.budget, Percent)
+        return in_percent and plan.keep_all_peak > GAIN * plan.keep_all_peak_with(sizes)
+
+    def _correct_largest_call(self, plan: Plan, sizes: Sizes) -> None:
+        """Let percentages be of less from now on, since a loss takes less than the plan expects, as `sizes` have it."""
+        if _only_recomputes(plan):
+            self._largest_call.correct(plan.keep_all_peak_with(sizes), plan.keep_all_peak)
 
     def _plan_for_other_loss(self, step: _FixedStep | Sized, seen: SeenLoss | None = None) -> None:
         """Plan a captured step again at the next call, with what is now known of the loss; None: nothing new."""
@@ -614,6 +627,7 @@ class Backend:
             return
         else:
             log.info("gradients of the loss outside the model are not copied: the next call plans without copies")
+            self._correct_largest_call(plan, plan.sizes_without_copies())
         self._plan_for_other_loss(step, replace(known, as_traced=as_traced))
 
     def plans_as_captured(self) -> bool:
@@ -689,6 +703,7 @@ class Backend:
 
     def forget_steps(self) -> None:
         """Prepare for capturing the model again: `plans_as_captured` is then about what is planned from now on."""
+        self._called_with.clear()  # nor does dynamo know any more which sizes change
         self._sized_steps.clear()
         self._of_other_loss.clear()
         self._before_loss = None

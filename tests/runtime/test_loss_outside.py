@@ -605,3 +605,57 @@ def test_a_loss_whose_gradient_takes_no_memory_or_that_drops_the_outputs(
     step(plain)
     step(compiled)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(compiled.parameters(), plain.parameters(), strict=True))
+
+
+class _Classifier(nn.Module):
+    """Three layers of 64, whose activations are as large as the 64 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("sizes", [(512,), (512, 384, 448)], ids=["one size", "three sizes"])
+@pytest.mark.parametrize("name", ["sum", "cross entropy"])
+def test_a_percentage_is_of_a_step_with_the_loss_as_measured(name: str, sizes: tuple[int, ...]) -> None:
+    losses: dict[str, Callable[[Tensor], Tensor]] = {
+        "sum": lambda out: out.sum(),
+        "cross entropy": lambda out: F.cross_entropy(out, torch.arange(len(out)) % 64),
+    }
+    torch.manual_seed(0)
+    plain, inputs = _Classifier(), [torch.randn(size, 64) for size in sizes]
+    compiled = fxremat.compile(copy.deepcopy(plain), mem="60%", **FAST)
+
+    def step(model: nn.Module, x: Tensor) -> None:
+        losses[name](model(x)).backward()
+
+    step(compiled, inputs[0])
+    assumed = compiled.plan.budget
+    for x in 2 * inputs:
+        step(compiled, x)
+    for model in (compiled, plain):
+        model.zero_grad()
+    whole = peak_bytes(lambda: step(plain, inputs[0]))
+    assert assumed > 1.1 * 0.6 * whole, "four numbers for each output were assumed"
+    for x in inputs:
+        compiled.zero_grad()
+        peak = peak_bytes(lambda x=x: step(compiled, x))
+        assert compiled.plan.budget == pytest.approx(0.6 * whole, rel=0.01)
+        assert peak <= compiled.plan.predicted_peak <= min(1.01 * peak, compiled.plan.budget)
+
+
+def test_a_percentage_of_a_smaller_loss_that_nothing_fits_into() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(128, 128), nn.Tanh())), nn.Linear(128, 200))
+    compiled, x = fxremat.compile(model, mem="88%", **FAST), torch.randn(120, 128)
+    budgets = []
+    for _ in range(4):
+        compiled(x).sum().backward()
+        budgets.append(compiled.plan.budget)
+    assert min(budgets) == budgets[0], "its gradients take most of the memory, and there are no more bytes to save"
+    assert compiled.plan.predicted_peak < 0.9 * budgets[0], "as measured"
