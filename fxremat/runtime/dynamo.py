@@ -565,15 +565,18 @@ class Backend:
         if loss.call == 1 and not isinstance(options.budget, Least) and least + more > plan.budget:
             exceeds, differs, seen = False, False, alone
         if seen == known or not (exceeds or differs) or communicates(plan.graph):
-            if drops or alone.early > known.early:
-                self._plan_for_other_loss(ran, alone)
-            return
+            if not (drops or alone.early > known.early):
+                return
+            seen = alone
         self._plan_for_other_loss(ran, seen)
+        if seen == known:
+            return
+        before, now = (max(each.beside_at(scale)) + each.early for each in (known, seen))
         log.log(
             logging.WARNING if foreseen > NOTED * max(plan.budget, predicted) else logging.INFO,
             "%s allocated %s, of which %s stay, where %s had been set aside: the next call plans for that",
             "what runs between the model's forward and its backward",
-            *(format_bytes(size) for size in (max(took, held), held, max(known.beside_at(scale)))),
+            *(format_bytes(size) for size in (now, seen.beside_at(scale)[1] + seen.early, before)),
         )
 
     def _foresees_too_much(self, plan: Plan, peak: int) -> bool:
