@@ -133,6 +133,7 @@ class SeenLoss:
     as_traced: bool = False  # the gradients that it hands in lie as they were traced, so that nothing copies them
     # `peaks` and `held` of calls that return their loss: of what the program computes before the backward
     beside: tuple[Points, Points] = ((), ())
+    is_expected: bool = False  # `peaks` was not measured, but is what fits: see `runtime.unmeasured_loss`
 
     def peak_at(self, assumed: int) -> int | None:
         """Return the bytes to expect between forward and backward; None if they were not measured.

@@ -17,7 +17,7 @@ import torch
 from fxremat.errors import BudgetTooSmall, FxrematError
 from fxremat.graphs.captured import Captured, dropped_in, note_dropped
 from fxremat.graphs.symbolic import Dims, SymbolicGraph
-from fxremat.options import Options, StepOptions, changed_options
+from fxremat.options import Options, SeenLoss, StepOptions, changed_options
 from fxremat.planning import plan as plan_from_nothing
 from fxremat.planning.captured_step import CapturedStep
 from fxremat.planning.facts import estimated_keep_all
@@ -93,6 +93,11 @@ class PlansOfSizes:
         note_dropped(self._graph.module.graph, places)
         self._known, self._largest_call.reference = (), None  # programs for less, and percent of less
         self.take(self._options)
+
+    @property
+    def loss_seen(self) -> SeenLoss | None:
+        """What plans know of a loss outside the model."""
+        return self._options.loss_seen
 
     @property
     def in_percent(self) -> bool:

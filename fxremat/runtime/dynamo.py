@@ -93,6 +93,7 @@ from fxremat.runtime.sized import Sized
 from fxremat.runtime.step_memory import OtherModels
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.torch_compile import Graphs, WholeGraph, graphs_of
+from fxremat.runtime.unmeasured_loss import plan_expecting_less
 from fxremat.runtime.unused import Backward, telling_unused, unused_outputs, without
 from fxremat.runtime.varying import warn_of_fixed
 from fxremat.step.liveness import Sizes
@@ -493,7 +494,8 @@ class Backend:
         exceeds = predicted > max(plan.budget, plan.predicted_peak)
         free = self.options.plan is None  # else the plan is a saved one, which only a budget that is exceeded replaces
         more = exceeds or (free and predicted > GAIN * plan.predicted_peak)
-        less = free and loss.exact and (expected is None or loss.anew) and self.options.loss_outside.size is None
+        is_first = known is None or expected is None or known.is_expected or loss.anew
+        less = free and loss.exact and is_first and self.options.loss_outside.size is None
         less = less and (_would_gain(plan, planned - peak) or self._foresees_too_much(plan, took))
         drops = self._would_drop(ran.outputs, plan, loss.dropped)
         if not (more or less or drops):
@@ -508,8 +510,8 @@ class Backend:
             told = f"{format_bytes(stays)} of the loss outside the model {what}stay while the model's backward runs"
             better = ""  # a larger loss between forward and backward would make no room there
         seen = known or SeenLoss()
-        if loss.anew:
-            seen = seen.without_points()
+        if loss.anew or (seen.is_expected and loss.peak is not None):
+            seen = replace(seen.without_points(), is_expected=False)
         if loss.assumed:
             if loss.peak is not None:
                 seen = seen.with_peak(loss.assumed, peak)
@@ -1103,16 +1105,22 @@ class Backend:
         step = self._as_percent_of_largest(step)
         outputs.may_assume = self.until is Until.RUN
 
-        def plan_step() -> Plan:
+        def plan_with(options: Options) -> Plan:
             nonlocal step
             try:
-                return FixedStep(step, self.options).plan()
+                return FixedStep(step, options).plan()
             except BudgetTooSmall as error:
-                larger = self._largest_call.with_more(error.budget, self.options.budget)
+                larger = self._largest_call.with_more(error.budget, options.budget)
                 if larger is None or len(step.ranks.ranks) > 1:
                     raise
                 step = replace(step, reference=larger)
-                return FixedStep(step, self.options).plan()
+                return FixedStep(step, options).plan()
+
+        def plan_step() -> Plan:
+            if not outputs.may_assume:
+                return plan_with(self.options)
+            made, self.options = plan_expecting_less(plan_with, self.options, lambda: step.graph)
+            return made
 
         def drop(places: Set[int]) -> None:
             nonlocal step
@@ -1203,10 +1211,18 @@ class Backend:
             described=partial(_shapes_at, _input_places(placeholders)),
             outputs=self._outputs,
             take_layouts=self._take_layouts,
+            plan_with=self._plan_sized,
             on_plan=self._take_plan,
         )
         self._sized_steps.append(sized)
         return sized
+
+    def _plan_sized(self, plan: Callable[[Options], Plan], graph: Callable[[], Captured]) -> Plan:
+        """Return the plan of a step of symbolic sizes at those of a call; `graph` returns the step."""
+        if self.until is not Until.RUN:
+            return plan(self.options)
+        made, self.options = plan_expecting_less(plan, self.options, graph)
+        return made
 
     def _with_updates(self, joint: Captured) -> tuple[Captured, TrainedParameters | None]:
         """Return the joint graph with the optimizer's updates inside, and the parameters that these update.

@@ -83,6 +83,7 @@ class Sized:
         outputs: what the caller does with those of such calls.
         take_layouts: called with this step, its plan at the sizes of a call, and whether gradients of the outputs lie
             as traced there, whenever that changes.
+        plan_with: plans with a function that gets the options to plan with, where another returns the step.
         on_plan: called with every new plan.
     """
 
@@ -95,12 +96,13 @@ class Sized:
         described: Callable[[Sequence[Any]], str],
         outputs: DroppedOutputs,
         take_layouts: Callable[[Sized, Plan, bool], None],
+        plan_with: Callable[[Callable[[Options], Plan], Callable[[], Captured]], Plan],
         on_plan: Callable[[Plan], None],
     ) -> None:
         self._graph, self._plans = graph, plans
         self._as_called, self._described, self._on_plan = as_called, described, on_plan
         self.outputs, self._symbolic = outputs, plans.symbolic
-        self._take_layouts = take_layouts
+        self._take_layouts, self._plan_with = take_layouts, plan_with
         self._told: tuple[bool, Plan] | None = None  # what that was called with last
         self._outputs = len(self._symbolic.forward_outputs)
         self._slots = _Slots.of(self._symbolic)
@@ -178,8 +180,14 @@ class Sized:
         """
         dims, inputs = self._dims(arguments), self._as_called(arguments)
         described = self._described(inputs)
+
+        def plan_with(options: Options) -> Plan:
+            if options.loss_seen is not self._plans.loss_seen:
+                self._plans.take(options)
+            return self._plans.plan(dims, inputs=inputs, called_with=described, choose=self._as_emitted)
+
         plan = self.outputs.fitting(
-            lambda: self._plans.plan(dims, inputs=inputs, called_with=described, choose=self._as_emitted),
+            lambda: self._plan_with(plan_with, lambda: self._graph.at(dims)),
             self._symbolic,
             self._plans.drop,
             in_percent=self._plans.in_percent,

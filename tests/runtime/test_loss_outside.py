@@ -659,3 +659,58 @@ def test_a_percentage_of_a_smaller_loss_that_nothing_fits_into() -> None:
         budgets.append(compiled.plan.budget)
     assert min(budgets) == budgets[0], "its gradients take most of the memory, and there are no more bytes to save"
     assert compiled.plan.predicted_peak < 0.9 * budgets[0], "as measured"
+
+
+class _Logits(nn.Module):
+    """Layers of 64 before 512 logits, whose loss takes most of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _cross_entropy(model: nn.Module, x: Tensor) -> None:
+    model.zero_grad()
+    F.cross_entropy(model(x), torch.arange(len(x)) % 512).backward()
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["fixed", "sized"])
+@pytest.mark.parametrize("in_percent", [True, False], ids=["percent", "bytes"])
+def test_a_loss_that_fits_though_the_assumed_one_does_not(
+    in_percent: bool, dynamic: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    plain, x = _Logits(), torch.randn(256, 64)
+    assumed = fxremat.plan(copy.deepcopy(plain), x, mem="100%", **FAST)
+    least = assumed.minimum
+    budget = f"{100 * (least - 200_000) / assumed.keep_all_peak:.2f}%" if in_percent else least - 200_000
+    compiled: Any = fxremat.compile(copy.deepcopy(plain), mem=budget, dynamic=dynamic, **FAST)
+    for _ in range(3):
+        _cross_entropy(compiled, x)
+    assert f"nothing fits in {budget} beside 2.0 MiB for the loss outside the model" in caplog.text
+    peak = peak_bytes(lambda: _cross_entropy(compiled, x))
+    assert peak <= compiled.plan.predicted_peak <= min(1.01 * peak, compiled.plan.budget)
+    assert compiled.plan.budget <= least - 200_000
+    _cross_entropy(plain, x)
+    assert unequal(gradients_of(compiled), gradients_of(plain)) == []
+
+
+def test_a_loss_that_does_not_fit_is_refused_once_it_was_measured() -> None:
+    plan = fxremat.plan(_Logits(), torch.randn(256, 64), mem="100%", **FAST)
+    compiled, x = fxremat.compile(_Logits(), mem=plan.minimum - 1_200_000, **FAST), torch.randn(256, 64)
+    _cross_entropy(compiled, x)
+    for _ in range(2):
+        with pytest.raises(fxremat.BudgetTooSmall, match=r"the loss outside the model runs with 1\.0 MiB of gradients"):
+            _cross_entropy(compiled, x)
+
+
+def test_gradients_of_the_outputs_that_do_not_fit_are_refused_at_once() -> None:
+    plan = fxremat.plan(_Logits(), torch.randn(256, 64), mem="100%", **FAST)
+    compiled, x = fxremat.compile(_Logits(), mem=plan.minimum - 1_700_000, **FAST), torch.randn(256, 64)
+    with pytest.raises(fxremat.BudgetTooSmall):
+        _cross_entropy(compiled, x)
