@@ -16,7 +16,7 @@ from fxremat.chains.simulate import Timeline, simulate
 from fxremat.chains.simulate_join import JoinTimeline
 from fxremat.cost.device_memory import DeviceMemory
 from fxremat.cost.layouts import Strides
-from fxremat.graphs.accounting import apart_from_copies
+from fxremat.graphs.accounting import as_traced
 from fxremat.graphs.captured import Captured, captured_of, places_of
 from fxremat.host.tier import HostTier
 from fxremat.linearize.chain_of import chain_of
@@ -347,8 +347,7 @@ class PlannedStep:
 
     def sizes_without_copies(self) -> Sizes:
         """Return the sizes of the running program's values and workspaces if those gradients are not copied."""
-        costs, _ = apart_from_copies(self.running.captured, self.running.costs)
-        return costs.sizes
+        return as_traced(self.running.captured, self.running.costs).sizes
 
     @cached_property
     def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:

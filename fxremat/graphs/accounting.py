@@ -128,6 +128,21 @@ def apart_from_copies(joint: Captured, costs: Costs) -> tuple[Costs, Sequence[in
     return replace(costs, sizes=replace(costs.sizes, workspace=workspace)), copies
 
 
+def as_traced(joint: Captured, costs: Costs) -> Costs:
+    """Return the costs of a step whose loss outside hands in gradients that lie as traced, so that none is copied.
+
+    Where autograd keeps them alive until the backward has returned, as `held_beside_copies` counts, they count there
+    alone.
+    """
+    costs, _ = apart_from_copies(joint, costs)
+    if not held_beside_copies(joint, device_of(joint)):
+        return costs
+    values = list(costs.sizes.values)
+    for node in outer_gradients(joint):
+        values[joint.value_of[node]] = 0
+    return replace(costs, sizes=replace(costs.sizes, values=tuple(values)))
+
+
 def _is_reshaped(joint: Captured, node: fx.Node) -> bool:
     """Tell whether a node is a reshape, or a view of a reshape's result; a reshape may copy its operand."""
     value, shower = joint.value_of.get(node), node

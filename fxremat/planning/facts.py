@@ -15,7 +15,7 @@ from fxremat.cost.measure import fresh_as_known, known_costs, measure
 from fxremat.cost.resized import resized
 from fxremat.cost.trace import Trace, timed_by
 from fxremat.graphs.accounting import (
-    apart_from_copies,
+    as_traced,
     device_of,
     held_beside_copies,
     numbers_of_loss,
@@ -95,7 +95,7 @@ def with_loss(graph: Captured, costs: Costs, options: Options) -> Costs:
     if seen is None:
         return costs if said is None else replace(costs, sizes=replace(sizes, outside=said))
     if seen.as_traced:
-        costs, _ = apart_from_copies(graph, costs)
+        costs = as_traced(graph, costs)
         sizes = costs.sizes
     if not outer_gradients(graph):
         return replace(costs, sizes=sizes_with_loss(graph, sizes, seen, said))

@@ -589,9 +589,11 @@ class Backend:
         if not _only_recomputes(plan):
             return False
         sizes = replace(plan.running.costs.sizes, outside=peak)
-        if plan.predicted_peak > GAIN * plan.peak_with(sizes):
-            return True
-        in_percent = isinstance(self.options.budget, Percent)
+        return plan.predicted_peak > GAIN * plan.peak_with(sizes) or self._is_of_less(plan, sizes)
+
+    def _is_of_less(self, plan: Plan, sizes: Sizes) -> bool:
+        """Tell whether a budget in percent is of less, as a loss takes less than the plan expects: see `sizes`."""
+        in_percent = isinstance(self.options.budget, Percent) and _only_recomputes(plan)
         return in_percent and plan.keep_all_peak > GAIN * plan.keep_all_peak_with(sizes)
 
     def _correct_largest_call(self, plan: Plan, sizes: Sizes) -> None:
@@ -616,7 +618,7 @@ class Backend:
         """
         if self.coordinator is not None or communicates(plan.graph):
             return
-        known = self.options.loss_seen or SeenLoss()
+        known, without_copies = self.options.loss_seen or SeenLoss(), plan.sizes_without_copies()
         if known.as_traced:
             if as_traced:
                 return
@@ -628,11 +630,11 @@ class Backend:
         elif not as_traced or self._layouts_vary or self.options.plan is not None:
             self._layouts_vary |= not as_traced
             return
-        elif plan.predicted_peak <= GAIN * plan.peak_without_copies():
+        elif plan.predicted_peak <= GAIN * plan.peak_without_copies() and not self._is_of_less(plan, without_copies):
             return
         else:
             log.info("gradients of the loss outside the model are not copied: the next call plans without copies")
-            self._correct_largest_call(plan, plan.sizes_without_copies())
+            self._correct_largest_call(plan, without_copies)
         self._plan_for_other_loss(step, replace(known, as_traced=as_traced))
 
     def plans_as_captured(self) -> bool:

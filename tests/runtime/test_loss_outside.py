@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,8 @@ from tests.training import gradients_of, same, unequal
 pytestmark = pytest.mark.usefixtures("torch_ready")
 FAST: Any = {"search": Search(seconds=0.0, slots=100)}
 CLASSES = 40
+# where autograd keeps gradients of outputs alive, one that repeats a single number is predicted to take memory
+BESIDE_NUMBERS = 1.06 if holds_gradients() else 1.02
 
 
 def target(rows: int) -> Tensor:
@@ -601,7 +604,7 @@ def test_a_loss_whose_gradient_takes_no_memory_or_that_drops_the_outputs(
         step(compiled)
     compiled.zero_grad()
     found = peak_bytes(lambda: losses[name](compiled(x)).backward())
-    assert found <= compiled.plan.predicted_peak <= 1.02 * found
+    assert found <= compiled.plan.predicted_peak <= BESIDE_NUMBERS * found
     step(plain)
     step(compiled)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(compiled.parameters(), plain.parameters(), strict=True))
@@ -642,18 +645,21 @@ def test_a_percentage_is_of_a_step_with_the_loss_as_measured(name: str, sizes: t
         model.zero_grad()
     whole = peak_bytes(lambda: step(plain, inputs[0]))
     assert assumed > 1.1 * 0.6 * whole, "four numbers for each output were assumed"
+    most = 1.01 if name == "cross entropy" else BESIDE_NUMBERS
     for x in inputs:
         compiled.zero_grad()
         peak = peak_bytes(lambda x=x: step(compiled, x))
-        assert compiled.plan.budget == pytest.approx(0.6 * whole, rel=0.01)
-        assert peak <= compiled.plan.predicted_peak <= min(1.01 * peak, compiled.plan.budget)
+        assert compiled.plan.budget == pytest.approx(0.6 * whole, rel=most - 1)
+        assert peak <= compiled.plan.predicted_peak <= min(most * peak, compiled.plan.budget)
 
 
 def test_a_percentage_of_a_smaller_loss_that_nothing_fits_into() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(128, 128), nn.Tanh())), nn.Linear(128, 200))
-    compiled, x = fxremat.compile(model, mem="88%", **FAST), torch.randn(120, 128)
-    budgets = []
+    x = torch.randn(120, 128)
+    plan = fxremat.plan(model, x, mem="100%", **FAST)
+    share = math.ceil(100 * plan.minimum / plan.keep_all_peak)
+    compiled, budgets = fxremat.compile(model, mem=f"{share}%", **FAST), []
     for _ in range(4):
         compiled(x).sum().backward()
         budgets.append(compiled.plan.budget)
