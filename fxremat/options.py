@@ -170,6 +170,20 @@ class SeenLoss:
         """Discard the measurements, since the loss takes other memory now."""
         return replace(self, peaks=(), held=(), beside=((), ()))
 
+    def with_loss(self, assumed: int, *, peak: int | None, held: int, anew: bool = False) -> SeenLoss:
+        """Add a measurement of a loss outside; if `anew`, it takes the place of all others, as of what was expected.
+
+        Args:
+            peak: its bytes between forward and backward; None: not measured.
+            held: its bytes during the backward.
+        """
+        seen = self
+        if anew or (self.is_expected and peak is not None):
+            seen = replace(self.without_points(), is_expected=False)
+        if not assumed:
+            return seen
+        return (seen if peak is None else seen.with_peak(assumed, peak)).with_held(assumed, held)
+
     def with_peak(self, assumed: int, measured: int) -> SeenLoss:
         """Add a measurement between forward and backward."""
         return replace(self, peaks=_with_point(self.peaks, assumed, measured))

@@ -20,8 +20,8 @@ import contextlib
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -37,6 +37,7 @@ from fxremat.torch_private import forget_history, storage_of, version_of
 log = logging.getLogger(__name__)
 
 Step = Callable[..., Sequence[Any]]
+DETACHED = "fxremat_detached"  # key of the meta of nodes that detach an output whose gradient is left out
 
 
 class Differentiate(Protocol):
@@ -149,7 +150,8 @@ def detached_at(module: fx.GraphModule, positions: Iterable[int]) -> fx.GraphMod
         for position in positions:
             node = outputs[position]
             outputs[position] = module.graph.call_method("detach", (node,))
-            outputs[position].meta = {**node.meta, "example_value": node.meta["example_value"].detach()}
+            value = node.meta["example_value"].detach()
+            outputs[position].meta = {**node.meta, "example_value": value, DETACHED: True}
     _end(module).args = (tuple(outputs),)
     module.recompile()
     return module
@@ -165,11 +167,30 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-@dataclass
-class Surprise:
-    """A flag that all captured steps of a model share: one of its auxiliary outputs has got a gradient."""
+@dataclass(eq=False)
+class OutputsSeen:
+    """The positions of outputs that backwards were seen to give a gradient, or none, in calls that differ in sizes."""
 
-    has_come: bool = False
+    used: set[int] = field(default_factory=set)  # those that have got a gradient
+    unused: set[int] = field(default_factory=set)  # those that got none in a backward through a scalar output
+    zeros: set[int] = field(default_factory=set)  # of the latter, those that are planned for all the same
+
+    @property
+    def silent(self) -> Set[int]:
+        """The outputs that need no gradient, going by what was seen, and whose gradient can be left out."""
+        return self.unused - self.used - self.zeros
+
+
+@dataclass(eq=False)
+class GradientsSeen:
+    """What was seen of the gradients of a model's outputs, which all captures of the model share."""
+
+    surprise: bool = False  # one of its auxiliary outputs has got a gradient
+    by_kind: dict[object, OutputsSeen] = field(default_factory=dict)  # by what calls do, whatever their sizes
+
+    def of(self, kind: object) -> OutputsSeen:
+        """Return what was seen of calls of this kind."""
+        return self.by_kind.setdefault(kind, OutputsSeen())
 
 
 class AuxiliaryOutputs:
@@ -180,7 +201,8 @@ class AuxiliaryOutputs:
         outputs: what `auxiliary_outputs_of` found in the graph.
         differentiate: the function that compiles the graph.
         inputs: example inputs to compile for.
-        surprise: that of the model.
+        gradients: those that were seen of the model's outputs.
+        kind: tells calls that differ in sizes alone from others.
     """
 
     def __init__(
@@ -189,19 +211,24 @@ class AuxiliaryOutputs:
         outputs: Outputs,
         differentiate: Differentiate,
         inputs: Sequence[Any],
-        surprise: Surprise,
+        gradients: GradientsSeen,
+        kind: object,
     ) -> None:
         self.whole = copied(module)  # dynamo removes from its own graph what tells parameters from inputs
         self.outputs = outputs
         self.differentiate = differentiate
-        self.used = set[int]()  # outputs that have got a gradient
-        self.unused = set[int]()  # outputs that got none in a backward through a scalar output
-        self.surprise = surprise
+        self.gradients, self.seen = gradients, gradients.of(kind)
         self.detached: frozenset[int] = frozenset()  # outputs for which `planned` expects no gradient
-        self.zeros = frozenset[int]()  # outputs without a gradient for which `planned` expects one all the same
         self.settled = False  # `detached` stays as it is
         self.planned: Callable[..., Sequence[Any]]
-        self._plan(() if surprise.has_come else outputs.beside, inputs)
+        silent = frozenset() if gradients.surprise else self._silent
+        try:
+            self._plan(() if gradients.surprise else (*outputs.beside, *silent), inputs)
+        except BudgetTooSmall:  # the search may miss by a little what fits with them
+            if not silent:
+                raise
+            self._plan(outputs.beside, inputs)
+            self.seen.zeros |= silent
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         if not self.settled:
@@ -220,27 +247,31 @@ class AuxiliaryOutputs:
     def note(self, gradients: Mapping[int, Tensor | None]) -> None:
         """Note which outputs got a gradient in a backward. Each is given by its position."""
         given = {position for position, gradient in gradients.items() if gradient is not None}
-        self.used |= given
+        self.seen.used |= given
         if not given.isdisjoint(self.outputs.scalars):
-            self.unused |= gradients.keys() - given
+            self.seen.unused |= gradients.keys() - given
+
+    @property
+    def _silent(self) -> Set[int]:
+        return self.seen.silent & self.outputs.mixed
 
     def _learn(self, inputs: Sequence[Any]) -> None:
         """Plan again if other outputs than planned got gradients."""
-        silent = (self.unused - self.used) & self.outputs.mixed
-        if self.surprise.has_come:
+        silent = self._silent
+        if self.gradients.surprise:
             if self.detached:
                 self._plan((), inputs)
             self.settled = True
-        elif not silent <= self.detached | self.zeros:
+        elif not silent <= self.detached:
             log.info("outputs %s of the step got no gradient: it is captured again without theirs", sorted(silent))
             before = self.detached, self.planned
             try:
                 self._plan((*self.outputs.beside, *silent), inputs)
             except BudgetTooSmall:  # the search may miss by a little what fits with them
                 self.detached, self.planned = before
-                self.zeros |= silent
+                self.seen.zeros |= silent
         elif not self.detached:
-            self.settled = self.outputs.mixed <= self.used
+            self.settled = self.outputs.mixed <= self.seen.used
 
     def _plan(self, detached: Iterable[int], inputs: Sequence[Any]) -> None:
         """Plan the step without the gradients of these outputs, or with all gradients if it cannot run twice."""
@@ -332,7 +363,7 @@ class _Tie(torch.autograd.Function):
         if torch.is_grad_enabled():
             reason = "the loss reads outputs beside the one that the model returns"
             raise CaptureError(REFUSED.format(what=DOUBLE, reason=reason))
-        call.step.surprise.has_come = True
+        call.step.gradients.surprise = True
         warnings.warn(SURPRISE, stacklevel=2)
         return None, *(None for _ in gradients), *call.again(ctx.saved_tensors, by_position)
 

@@ -74,8 +74,9 @@ from fxremat.progress import telling
 from fxremat.runtime.assigned_data import copy_assigned_data, refuse_assignments
 from fxremat.runtime.attention_masks import checking, unmark
 from fxremat.runtime.auxiliary_outputs import (
+    DETACHED,
     AuxiliaryOutputs,
-    Surprise,
+    GradientsSeen,
     auxiliary_outputs_of,
     check_runs_again,
     runs_again,
@@ -235,7 +236,7 @@ class Backend:
         self.hosted: frozenset[int] = frozenset()  # indices in the optimizer of the parameters that live on the host
         # key of a call (see `cost.layouts.key_of`) -> strides that were measured
         self._layouts: dict[str, Strides] = {} if options.plan is None else dict(options.saved.layouts)
-        self._surprise = Surprise()
+        self._gradients = GradientsSeen()
         self._any_layout = False  # True if the backward that is being compiled accepts gradients of any strides
         # what `device_mem` was divided for: the most bytes of inputs, and the most parameters that had a gradient at
         # the beginning, and that were trained
@@ -270,7 +271,8 @@ class Backend:
         try:
             loss_alone = self.coordinator is None and self.options.loss_outside.gradients == "loss"
             if loss_alone and (outputs.beside or outputs.mixed):
-                return AuxiliaryOutputs(module, outputs, self._differentiate, inputs, self._surprise)
+                kind = _without_sizes(module.graph)
+                return AuxiliaryOutputs(module, outputs, self._differentiate, inputs, self._gradients, kind)
             run = self._differentiate(module, inputs) if self.coordinator is None else self._or_plain(module, inputs)
             return run if self.coordinator is None else checking(run, checks)
         finally:
@@ -498,7 +500,13 @@ class Backend:
         less = free and loss.exact and is_first and self.options.loss_outside.size is None
         less = less and (_would_gain(plan, planned - peak) or self._foresees_too_much(plan, took))
         drops = self._would_drop(ran.outputs, plan, loss.dropped)
+        measured, held = None if loss.peak is None else peak, loss.held_beside(ran.outputs.places)
+        seen = (known or SeenLoss()).with_loss(loss.assumed, peak=measured, held=held, anew=loss.anew)
+        seen = replace(seen, early=max(seen.early, loss.early), fixed=max(seen.fixed, loss.fixed))
         if not (more or less or drops):
+            if known is None and free and loss.exact and self.options.loss_outside.size is None:
+                # a smaller loss in a later step is not the first one
+                self.options = replace(self.options, loss_seen=seen)
             return
         aside = planned + (known.early if known else 0)
         sizes, better = [format_bytes(took), format_bytes(aside)], enough(took)
@@ -509,14 +517,6 @@ class Backend:
             what = "and of gradients that it has made of parameters " if loss.early else ""
             told = f"{format_bytes(stays)} of the loss outside the model {what}stay while the model's backward runs"
             better = ""  # a larger loss between forward and backward would make no room there
-        seen = known or SeenLoss()
-        if loss.anew or (seen.is_expected and loss.peak is not None):
-            seen = replace(seen.without_points(), is_expected=False)
-        if loss.assumed:
-            if loss.peak is not None:
-                seen = seen.with_peak(loss.assumed, peak)
-            seen = seen.with_held(loss.assumed, loss.held_beside(ran.outputs.places))
-        seen = replace(seen, early=max(seen.early, loss.early), fixed=max(seen.fixed, loss.fixed))
         if drops and not (more or less):
             self._plan_for_other_loss(ran, seen)
             return
@@ -1355,7 +1355,7 @@ def _without_sizes(graph: fx.Graph) -> object:
             continue
         if node.op == "placeholder":
             found.append((value.dtype, value.dim(), value.device, value.requires_grad))
-        elif node.target is not operator.getitem:
+        elif node.target is not operator.getitem and DETACHED not in node.meta:
             found.append(str(node.target))
     return tuple(found)
 

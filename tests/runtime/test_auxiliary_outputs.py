@@ -18,6 +18,7 @@ from fxremat.errors import BudgetTooSmall
 from fxremat.graphs.names import NAME
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.runtime.auxiliary_outputs import AuxiliaryOutputs
+from fxremat.runtime.dynamo import Backend
 from fxremat.settings import Loss
 from tests.toys import QUICK, WIDTH, Stack, assert_as_plain, record, rows
 from tests.training import same, unequal
@@ -368,3 +369,35 @@ def test_parameters_that_only_the_loss_reads_get_no_gradient_from_a_state() -> N
     for body, steps in ((only_loss, 2), (only_state, 1)):
         got, expected = (gradients_of_steps(m, x, body, steps=steps) for m in (compiled, model))
         assert [g is None for g in got[-1]] == [g is None for g in expected[-1]]
+
+
+class _Pooled(nn.Module):
+    """Returns its loss, its logits, which the caller drops, and a pooled state that the loss does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.pool = Stack(), nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.body(x)
+        logits = self.head(hidden)
+        return {"loss": logits.logsumexp(1).mean(), "logits": logits, "pooled": self.pool(hidden).tanh()}
+
+
+def test_what_got_no_gradient_and_what_was_dropped_is_known_to_the_second_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captures, call = list[object](), Backend.__call__
+
+    def counted(backend: Backend, *args: Any, **given: Any) -> Any:
+        captures.append(given)
+        return call(backend, *args, **given)
+
+    monkeypatch.setattr(Backend, "__call__", counted)
+    compiled, x, made = fxremat.compile(_Pooled(), mem="88%", **QUICK), rows(64), []
+    for _ in range(6):
+        compiled(x)["loss"].backward()
+        made.append(len(captures))
+    assert made[-1] <= 2
+    compiled.zero_grad()
+    assert compiled.plan.predicted_peak <= 1.01 * peak_bytes(lambda: compiled(x)["loss"].backward())
