@@ -66,7 +66,7 @@ def plan_expecting_less(
         log.warning(
             "nothing fits in %s beside %s for the loss outside the model: this step leaves it %s, and exceeds the "
             "budget if it takes more; the next is planned for what it took",
-            options.mem,
+            options.mem if options.division is None else format_bytes(small.budget),
             format_bytes(outside_bytes(step)),
             format_bytes(left),
         )
