@@ -16,7 +16,7 @@ import contextlib
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -80,23 +80,6 @@ class OutputsHeard(NamedTuple):
     ended: Callable[[WatchedOutputs], None]  # called when the backward has ended, unless that keeps its graph
 
 
-class _Expected(NamedTuple):
-    """The gradients of outputs that the model's backward may get, single numbers apart."""
-
-    # their bytes, each with its index among those that this gets; None: the output is a view that AOTAutograd makes
-    gradients: tuple[tuple[int | None, int], ...]
-    losses: tuple[int, ...]  # the indices of those of single numbers
-
-    def bytes_of(self, gradients: Sequence[Tensor | None]) -> int:
-        """Return the bytes of the gradients of outputs that a backward got: of several losses, each may give some."""
-        return sum(size for number, size in self.gradients if number is None or gradients[number] is not None)
-
-    def is_of_loss_alone(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Tell whether a loss got a gradient, and an output beside it none, for which the next call plans no more."""
-        by_loss = any(gradients[number] is not None for number in self.losses)
-        return by_loss and any(number is not None and gradients[number] is None for number, _ in self.gradients)
-
-
 class _Outputs(NamedTuple):
     """The outputs of a call that a loss outside is computed from, single numbers left out, and their bytes.
 
@@ -106,11 +89,13 @@ class _Outputs(NamedTuple):
 
     tensors: tuple[Tensor, ...]
     assumed: int  # bytes that plans reserve for a loss of them before it was measured
-    expected: _Expected
+    # bytes of their gradients when the model's backward begins, each with its index among those that this gets; None:
+    # the output is a view that AOTAutograd makes
+    gradients: tuple[tuple[int | None, int], ...]
 
     @classmethod
-    def of(cls, trained: Sequence[Tensor], others: Sequence[Tensor], losses: Sequence[Tensor]) -> _Outputs:
-        """Count outputs that require grad, others, and losses, which are single numbers."""
+    def of(cls, trained: Sequence[Tensor], others: Sequence[Tensor]) -> _Outputs:
+        """Count outputs that require grad, and others."""
         assumed, gradients = 0, list[tuple[int | None, int]]()
         left = dict[int, int]()  # numbers in each storage that no output before has
         outputs = [(tensor, True) for tensor in trained] + [(tensor, False) for tensor in others]
@@ -122,8 +107,17 @@ class _Outputs(NamedTuple):
             if tensor.requires_grad:
                 number = tensor.output_nr if is_compiled_backward(tensor.grad_fn) else None
                 gradients.append((number, counted * tensor.element_size()))
-        numbers = (loss.output_nr for loss in losses if is_compiled_backward(loss.grad_fn))
-        return cls((*trained, *others), assumed, _Expected(tuple(gradients), tuple(numbers)))
+        return cls((*trained, *others), assumed, tuple(gradients))
+
+
+def _arrived(sizes: Iterable[tuple[int | None, int]], gradients: Sequence[Tensor | None]) -> int:
+    """Return the bytes of the gradients of outputs that a backward got: of several losses, each may give some.
+
+    Args:
+        sizes: as in `_Outputs.gradients`.
+        gradients: those that it got, and None for the others.
+    """
+    return sum(size for number, size in sizes if number is None or gradients[number] is not None)
 
 
 class _Gradients(NamedTuple):
@@ -286,31 +280,27 @@ class LossMeter:
         node, trained = self._node_of(outputs), [outputs[position] for position in self.trained]
         others = [t for position, t in enumerate(outputs) if position not in self.trained and isinstance(t, Tensor)]
         tensors = [output for output in trained if output.dim() > 0]
-        losses = [output for output in trained if output.dim() == 0]
         if node is None:
             return False
-        device, known = trained[0].device, _Outputs.of(tensors, others if tensors else [], losses)
+        device, known = trained[0].device, _Outputs.of(tensors, others if tensors else [])
         if (before := levels_of(device)) is None and not tensors:
             self._watch_beside(node, device, watched, leaves)
             return False
         if before is None:
             self._watch(node, known, watched, leaves, meter)
             return meter is not None
-        look, judge, expected, assumed = self._look(node, leaves), self._taking(), known.expected, known.assumed
-        is_first = self.calls == 1
+        look, judge, sizes, assumed = self._look(node, leaves), self._taking(), known.gradients, known.assumed
 
         def tell(gradients: Sequence[Tensor | None]) -> None:
             handle.remove()
             self._unwatch()
             if (now := levels_of(device)) is None or _is_differentiated_elsewhere(gradients):
                 return
-            if is_first and expected.is_of_loss_alone(gradients):
-                return
             (start, top), (level, highest) = before, now
             exact = highest > top
             peak = (highest if exact else max(level, start)) - start
             dropped, fixed = watched.dropped, look.found.others
-            held = level - start - expected.bytes_of(gradients) + sum(dropped.values())
+            held = level - start - _arrived(sizes, gradients) + sum(dropped.values())
             loss = MeasuredLoss(assumed=assumed, peak=peak, held=held, early=0, fixed=fixed, exact=exact)
             judge(replace(loss, dropped=dropped))
 
@@ -356,9 +346,9 @@ class LossMeter:
             leaves: the parameters.
             meter: has recorded the forward.
         """
-        is_first, look = self.calls == 1, self._look(node, leaves)
+        looks, look = self.calls == 1, self._look(node, leaves)
         judge = self._taking()
-        assumed, expected, known = outputs.assumed, outputs.expected, {storage_of(t) for t in outputs.tensors}
+        assumed, sizes, known = outputs.assumed, outputs.gradients, {storage_of(t) for t in outputs.tensors}
         numbers = numbers_of_loss(outputs.tensors[0].device)
         leaves_forward = meter.border() if meter is not None else None
         # with the bytes of the gradients that arrive there, and the outputs that are dropped by then
@@ -368,15 +358,15 @@ class LossMeter:
 
         def reached(gradients: Sequence[Tensor | None]) -> None:
             handle.remove()
-            if _is_differentiated_elsewhere(gradients) or (is_first and expected.is_of_loss_alone(gradients)):
+            if _is_differentiated_elsewhere(gradients):
                 self._unwatch()
                 return
             if meter is not None and meter.measures_loss and meter.is_here:
                 border = meter.border(in_backward=True)
-                reaches_backward.append((border, expected.bytes_of(gradients), watched.dropped))
+                reaches_backward.append((border, _arrived(sizes, gradients), watched.dropped))
                 return
             self._unwatch()
-            found = made_from(current_node()) if is_first else ()
+            found = made_from(current_node()) if looks else ()
             held = {storage_of(each): each.untyped_storage().nbytes() for each in found}
             size = sum(count for storage, count in held.items() if storage not in known)
             size += numbers if size else 0

@@ -419,9 +419,9 @@ def test_small_budgets_are_measured_in_an_order_that_fits(monkeypatch: pytest.Mo
     orders: list[list[int]] = []
     original = Walk.run
 
-    def spied(self: Walk, visit: Any) -> None:
+    def spied(self: Walk, *given: Any, **options: Any) -> Any:
         orders.append(list(self.order))
-        original(self, visit)
+        return original(self, *given, **options)
 
     monkeypatch.setattr(Walk, "run", spied)
     monkeypatch.setattr(measuring, "_missing", lambda joint, cache, fresh: [0])
