@@ -96,7 +96,7 @@ class PlansOfSizes:
 
     @property
     def loss_seen(self) -> SeenLoss | None:
-        """What plans know of a loss outside the model."""
+        """The memory of a loss outside the model, as plans count it; None until it was measured."""
         return self._options.loss_seen
 
     @property

@@ -183,7 +183,7 @@ class OutputsSeen:
 
 @dataclass(eq=False)
 class GradientsSeen:
-    """What was seen of the gradients of a model's outputs, which all captures of the model share."""
+    """The gradients that a model's outputs were seen to get, or not; all captures of the model share this."""
 
     surprise: bool = False  # one of its auxiliary outputs has got a gradient
     by_kind: dict[object, OutputsSeen] = field(default_factory=dict)  # by what calls do, whatever their sizes
