@@ -498,7 +498,7 @@ class Backend:
         more = exceeds or (free and predicted > GAIN * plan.predicted_peak)
         is_first = known is None or expected is None or known.is_expected or loss.anew
         less = free and loss.exact and is_first and self.options.loss_outside.size is None
-        less = less and (_would_gain(plan, planned - peak) or self._foresees_too_much(plan, took))
+        less = less and (_would_gain(plan, planned - peak) or self._foresees_too_much(plan, loss, took))
         drops = self._would_drop(ran.outputs, plan, loss.dropped)
         measured, held = None if loss.peak is None else peak, loss.held_beside(ran.outputs.places)
         seen = (known or SeenLoss()).with_loss(loss.assumed, peak=measured, held=held, anew=loss.anew)
@@ -581,12 +581,12 @@ class Backend:
             *(format_bytes(size) for size in (now, seen.beside_at(scale)[1] + seen.early, before)),
         )
 
-    def _foresees_too_much(self, plan: Plan, peak: int) -> bool:
+    def _foresees_too_much(self, plan: Plan, loss: MeasuredLoss, peak: int) -> bool:
         """Tell whether a plan's peak, or that without recomputation, is foreseen too high for a loss of `peak` bytes.
 
-        The latter counts if the budget is a percentage of it.
+        The latter counts if the budget is a percentage of it, which stays where other losses may read more outputs.
         """
-        if not _only_recomputes(plan):
+        if not _only_recomputes(plan) or (isinstance(self.options.budget, Percent) and not loss.is_whole):
             return False
         sizes = replace(plan.running.costs.sizes, outside=peak)
         return plan.predicted_peak > GAIN * plan.peak_with(sizes) or self._is_of_less(plan, sizes)

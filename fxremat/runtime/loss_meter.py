@@ -65,6 +65,7 @@ class MeasuredLoss:
     exact: bool  # False if an earlier, higher peak of the process hides the peak of the loss
     # outputs of the model that are gone when its backward begins: place -> bytes, which are not taken off `held`
     dropped: Mapping[int, int] = field(default_factory=dict)
+    is_whole: bool = True  # all outputs got a gradient; a loss that reads others, too, may take more
     anew: bool = False  # what was measured before counts no more, since models that the loss consists of have new plans
     call: int = 0  # the number of the call since the step was captured
 
@@ -118,6 +119,11 @@ def _arrived(sizes: Iterable[tuple[int | None, int]], gradients: Sequence[Tensor
         gradients: those that it got, and None for the others.
     """
     return sum(size for number, size in sizes if number is None or gradients[number] is not None)
+
+
+def _is_whole(sizes: Iterable[tuple[int | None, int]], gradients: Sequence[Tensor | None]) -> bool:
+    """Tell whether all outputs got a gradient; the arguments are those of `_arrived`."""
+    return all(number is None or gradients[number] is not None for number, _ in sizes)
 
 
 class _Gradients(NamedTuple):
@@ -302,7 +308,7 @@ class LossMeter:
             dropped, fixed = watched.dropped, look.found.others
             held = level - start - _arrived(sizes, gradients) + sum(dropped.values())
             loss = MeasuredLoss(assumed=assumed, peak=peak, held=held, early=0, fixed=fixed, exact=exact)
-            judge(replace(loss, dropped=dropped))
+            judge(replace(loss, dropped=dropped, is_whole=_is_whole(sizes, gradients)))
 
         handle, self._stop = node.register_prehook(tell), watching_backward(look, lambda: None)
         return False
@@ -351,8 +357,8 @@ class LossMeter:
         assumed, sizes, known = outputs.assumed, outputs.gradients, {storage_of(t) for t in outputs.tensors}
         numbers = numbers_of_loss(outputs.tensors[0].device)
         leaves_forward = meter.border() if meter is not None else None
-        # with the bytes of the gradients that arrive there, and the outputs that are dropped by then
-        reaches_backward = list[tuple[Border, int, Mapping[int, int]]]()
+        # with the bytes of the gradients that arrive there, the outputs that are dropped by then, and `is_whole`
+        reaches_backward = list[tuple[Border, int, Mapping[int, int], bool]]()
         if meter is not None:
             meter.leave(0)
 
@@ -363,7 +369,8 @@ class LossMeter:
                 return
             if meter is not None and meter.measures_loss and meter.is_here:
                 border = meter.border(in_backward=True)
-                reaches_backward.append((border, _arrived(sizes, gradients), watched.dropped))
+                arrived, whole = _arrived(sizes, gradients), _is_whole(sizes, gradients)
+                reaches_backward.append((border, arrived, watched.dropped, whole))
                 return
             self._unwatch()
             found = made_from(current_node()) if looks else ()
@@ -377,13 +384,13 @@ class LossMeter:
             if not reaches_backward:
                 return
             self._unwatch()
-            ((end, arrived, dropped),), start = reaches_backward, leaves_forward
+            ((end, arrived, dropped, whole),), start = reaches_backward, leaves_forward
             if start is not None and start.level is not None and end.level is not None and end.peak is not None:
                 early, fixed = look.found
                 peak, held = max(0, end.peak - start.level - early), end.level - start.level - arrived - early
                 held += sum(dropped.values())
                 loss = MeasuredLoss(assumed=assumed, peak=peak, held=held, early=early, fixed=fixed, exact=True)
-                judge(replace(loss, dropped=dropped))
+                judge(replace(loss, dropped=dropped, is_whole=whole))
 
         handle, stop = node.register_prehook(reached), watching_backward(look, after)
 
