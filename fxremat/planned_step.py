@@ -312,17 +312,16 @@ class PlannedStep:
         """Return the predicted peak in bytes with other sizes of the loss than those that the plan expects."""
         return self.predicted_peak + live_bytes(self.program, sizes).peak - self.memory.peak
 
-    def keep_all_peak_with(self, sizes: Sizes) -> int:
-        """Return the peak in bytes without any recomputation with other sizes of the loss than those expected."""
-        program = self.alternatives.keep_all.program()
-        expected, other = (live_bytes(program, each).peak for each in (self.costs.sizes, sizes))
-        return self.keep_all_peak + other - expected
+    def keep_all_peak_with(self, sizes: Sizes | None = None, dropped: Set[int] | None = None) -> int:
+        """Return the peak in bytes without any recomputation, if the loss or the caller does otherwise than expected.
 
-    def keep_all_peak_dropping(self, places: Set[int]) -> int:
-        """Return the peak in bytes without any recomputation if the caller drops these outputs."""
-        program = self.alternatives.keep_all.program()
-        kept, dropped = (live_bytes(each, self.costs.sizes).peak for each in (program, self._dropping(program, places)))
-        return self.keep_all_peak + dropped - kept
+        Args:
+            sizes: those with another loss; None: the expected ones.
+            dropped: the outputs that the caller drops before the backward; None: the expected ones.
+        """
+        expected, program = self.costs.sizes, self.alternatives.keep_all.program()
+        other = program if dropped is None else self._dropping(program, dropped)
+        return self.keep_all_peak + live_bytes(other, sizes or expected).peak - live_bytes(program, expected).peak
 
     def peak_dropping(self, places: Set[int]) -> int:
         """Return the predicted peak in bytes if the caller drops these outputs of the model before the backward."""

@@ -458,8 +458,7 @@ class Backend:
             return False
         size = format_bytes(bytes_at(dropped, more - known.places))
         log.info("%s of outputs are dropped before the backward: the next call plans for that", size)
-        if _only_recomputes(plan):
-            self._largest_call.correct(plan.keep_all_peak_dropping(more), plan.keep_all_peak)
+        self._correct_largest_call(plan, dropped=more)
         known.places = more
         return True
 
@@ -481,9 +480,8 @@ class Backend:
             return
         if loss.anew and self._mem_with_room is not None:
             self.options, self._mem_with_room = replace(self.options, mem=self._mem_with_room), None
-            seen, held = (self.options.loss_seen or SeenLoss()).without_points(), loss.held_beside(ran.outputs.places)
-            seen = seen.with_peak(loss.assumed, loss.peak or 0).with_held(loss.assumed, held)
-            self._plan_for_other_loss(ran, seen)
+            seen, held = self.options.loss_seen or SeenLoss(), loss.held_beside(ran.outputs.places)
+            self._plan_for_other_loss(ran, seen.with_loss(loss.assumed, peak=loss.peak, held=held, anew=True))
             return
         known = self.options.loss_seen
         expected = None if known is None else known.peak_at(loss.assumed)
@@ -596,10 +594,15 @@ class Backend:
         in_percent = isinstance(self.options.budget, Percent) and _only_recomputes(plan)
         return in_percent and plan.keep_all_peak > GAIN * plan.keep_all_peak_with(sizes)
 
-    def _correct_largest_call(self, plan: Plan, sizes: Sizes) -> None:
-        """Let percentages be of less from now on, since a loss takes less than the plan expects, as `sizes` have it."""
+    def _correct_largest_call(self, plan: Plan, sizes: Sizes | None = None, dropped: Set[int] | None = None) -> None:
+        """Let percentages be of less from now on, since a step takes less than its plan expects.
+
+        Args:
+            sizes: as in `PlannedStep.keep_all_peak_with`.
+            dropped: likewise.
+        """
         if _only_recomputes(plan):
-            self._largest_call.correct(plan.keep_all_peak_with(sizes), plan.keep_all_peak)
+            self._largest_call.correct(plan.keep_all_peak_with(sizes, dropped), plan.keep_all_peak)
 
     def _plan_for_other_loss(self, step: _FixedStep | Sized, seen: SeenLoss | None = None) -> None:
         """Plan a captured step again at the next call, with what is now known of the loss; None: nothing new."""
@@ -618,7 +621,7 @@ class Backend:
         """
         if self.coordinator is not None or communicates(plan.graph):
             return
-        known, without_copies = self.options.loss_seen or SeenLoss(), plan.sizes_without_copies()
+        known = self.options.loss_seen or SeenLoss()
         if known.as_traced:
             if as_traced:
                 return
@@ -630,11 +633,12 @@ class Backend:
         elif not as_traced or self._layouts_vary or self.options.plan is not None:
             self._layouts_vary |= not as_traced
             return
-        elif plan.predicted_peak <= GAIN * plan.peak_without_copies() and not self._is_of_less(plan, without_copies):
-            return
         else:
+            sizes = plan.sizes_without_copies()
+            if plan.predicted_peak <= GAIN * plan.peak_without_copies() and not self._is_of_less(plan, sizes):
+                return
             log.info("gradients of the loss outside the model are not copied: the next call plans without copies")
-            self._correct_largest_call(plan, without_copies)
+            self._correct_largest_call(plan, sizes)
         self._plan_for_other_loss(step, replace(known, as_traced=as_traced))
 
     def plans_as_captured(self) -> bool:
@@ -1119,10 +1123,7 @@ class Backend:
                 return FixedStep(step, options).plan()
 
         def plan_step() -> Plan:
-            if not outputs.may_assume:
-                return plan_with(self.options)
-            made, self.options = plan_expecting_less(plan_with, self.options, lambda: step.graph)
-            return made
+            return self._plan_call(plan_with, lambda: step.graph)
 
         def drop(places: Set[int]) -> None:
             nonlocal step
@@ -1213,14 +1214,14 @@ class Backend:
             described=partial(_shapes_at, _input_places(placeholders)),
             outputs=self._outputs,
             take_layouts=self._take_layouts,
-            plan_with=self._plan_sized,
+            plan_with=self._plan_call,
             on_plan=self._take_plan,
         )
         self._sized_steps.append(sized)
         return sized
 
-    def _plan_sized(self, plan: Callable[[Options], Plan], graph: Callable[[], Captured]) -> Plan:
-        """Return the plan of a step of symbolic sizes at those of a call; `graph` returns the step."""
+    def _plan_call(self, plan: Callable[[Options], Plan], graph: Callable[[], Captured]) -> Plan:
+        """Plan the step of a call; if it runs, perhaps with less for a loss outside: see `plan_expecting_less`."""
         if self.until is not Until.RUN:
             return plan(self.options)
         made, self.options = plan_expecting_less(plan, self.options, graph)
