@@ -682,7 +682,7 @@ def compiled_in_parts(
         quiet = silent("torch._dynamo.variables.tensor")
         with around(), traced_torch_modules(), packed_sequences_left_to_python(), quiet:
             try:
-                with capture_settings(dynamic):
+                with capture_settings(dynamic), sizes_unmarked(_tensors_in(frame) if dynamic is False else ()):
                     return inner(frame, *args, **kwargs)
             except Exception as error:
                 if dynamic is False or backend_failure(error) is None or planning_error(error) is not None:

@@ -289,7 +289,7 @@ class _Training:
             log.warning(LATER, backend.model)
         backend.coordinator = coordinator = Coordinator(options, backend.model, where, device, parameters, weights)
         name = f"{options.method} of {backend.model}"
-        dynamic = None if options.may_change is False else options.may_change
+        dynamic = options.may_change if options.resizable else None
         self.in_parts = compiled_in_parts(self.plain, backend, name, dynamic, coordinator.capturing)
         return coordinator
 

@@ -29,6 +29,7 @@ from benchmarks import meter
 from fxremat import Search, Slices
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.runtime.called_graph import saved_calls
+from fxremat.runtime.dynamo import Backend
 from fxremat.torch_private import holds_gradients, is_profiled, torch_release
 from tests.dags import few
 from tests.steps import differences, step_of
@@ -651,6 +652,28 @@ def test_smaller_calls_do_not_replace_what_is_known_of_the_largest() -> None:
         ours.zero_grad()
         ours(rows(count)).backward()
     assert ours.plan is not None
+    assert peak_of(ours, rows(96)) <= ours.plan.budget
+
+
+@pytest.mark.parametrize(("dynamic", "captured"), [(None, [64, 48]), (False, [64, 48, 96])])
+def test_each_size_is_captured_by_itself_where_asked(
+    dynamic: bool | None, captured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pass marked tensors, too."""
+    ours, plain = twins(mem="80%", dynamic=dynamic)
+    found, call = dict[int, int](), Backend.__call__
+
+    def counted(backend: Backend, *args: Any, **given: Any) -> Any:
+        found[len(x)] = found.get(len(x), 0) + 1
+        return call(backend, *args, **given)
+
+    monkeypatch.setattr(Backend, "__call__", counted)
+    for count in (64, 64, 48, 64, 96):
+        x = rows(count)
+        if dynamic is False and count == 96:
+            torch._dynamo.maybe_mark_dynamic(x, 0)  # type: ignore[no-untyped-call]
+        assert_equal_steps(ours, plain, x)
+    assert found == dict.fromkeys(captured, found[64])
     assert peak_of(ours, rows(96)) <= ours.plan.budget
 
 
