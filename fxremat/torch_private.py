@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -23,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 from unittest import mock
 
@@ -1318,11 +1320,14 @@ class AllocationRecord:
 
     threads: ClassVar[weakref.WeakKeyDictionary[threading.Thread, AllocationRecord]] = weakref.WeakKeyDictionary()
     """The threads that are recorded now, each with its record."""
+    _loud: ClassVar[contextlib.ExitStack] = contextlib.ExitStack()  # closed: torch warns again
 
     def __init__(self, *, on_host: bool = True) -> None:
         from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
         SharedRecord.give_way()
+        if not self.threads:
+            self._loud.enter_context(_allocator_quiet())
         # (memory is the only thing to record)
         settings: Any = (False, True, False, False, False, _ExperimentalConfig())
         self._name = "cpu_memory_usage" if on_host else "cuda_memory_usage"
@@ -1339,8 +1344,42 @@ class AllocationRecord:
             return []
         del self.threads[threading.current_thread()]
         threads = self._autograd._disable_profiler_legacy()
+        if not self.threads:
+            self._loud.close()
         events = (event for thread in threads for event in thread if event.kind() == "memory_alloc")
         return [size for event in events if (size := getattr(event, self._name)())]
+
+
+@contextlib.contextmanager
+def _allocator_quiet() -> Iterator[None]:
+    """Within this context, torch's CPU allocator does not warn on stderr of blocks older than a record of allocations.
+
+    The warning is one of C++ (`c10/core/CPUAllocator.cpp`), which no filter of Python reaches: C++ logs nothing below
+    an error as long. A job of several processes keeps it, as communication logs in the same way.
+    """
+    level = None if torch.distributed.is_available() and torch.distributed.is_initialized() else _level_of_logs()
+    if level is None:
+        yield
+        return
+    errors, before = 2, level.value
+    level.value = max(before, errors)
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+@functools.cache
+def _level_of_logs() -> ctypes.c_int | None:
+    """Return the least severity that torch's C++ code logs; None where torch was built with gflags.
+
+    `FLAGS_caffe2_log_level` of `libc10` (torch 2.11, 2.13, 2.14, 2.15).
+    """
+    library = next(Path(torch.__file__).parent.glob("lib/*c10.*"), None)
+    try:
+        return ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
 
 
 class AllocationReader:

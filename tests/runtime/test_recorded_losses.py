@@ -236,6 +236,15 @@ def test_a_record_whose_reader_waits_gives_way_to_others() -> None:
     assert [vars(module) for module in modules] == before
 
 
+def test_a_record_makes_torch_warn_of_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Free more blocks that are older than the record than after how many torch warns again, as it does after 1,000."""
+    older = [torch.empty(1) for _ in range(2000)]
+    record = AllocationRecord()
+    older.clear()
+    record.stop()
+    assert capfd.readouterr().err == ""
+
+
 def test_readers_of_a_record_read_what_comes_while_they_read() -> None:
     first = AllocationReader()
     torch.empty(1)
