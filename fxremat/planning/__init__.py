@@ -49,8 +49,9 @@ from fxremat.planning.step import Step
 from fxremat.plans import Plan
 from fxremat.profiles import enough
 from fxremat.progress import bars, planning
+from fxremat.search.floor import LOSS_RUNS
 from fxremat.transfers.network import communicates
-from fxremat.units import Least, format_bytes
+from fxremat.units import Least, Percent, format_bytes
 
 log = logging.getLogger(__name__)
 HOPE = 3  # whole graphs are compiled if the least budget op by op is at most this many times the user's
@@ -135,9 +136,15 @@ def _of_unmeasured_loss(step: Step, options: Options, error: BudgetTooSmall) -> 
     copies = max(copied_gradients(step.graph, device).values(), default=0) + held_beside_copies(step.graph, device)
     if error.minimum - for_loss - copies > error.budget:
         return ""
+    fewer = for_loss // 4  # of a cross entropy
+    share = options.budget.of_keep_all / 100 if isinstance(options.budget, Percent) else 0.0
+    may_fit = error.reason.startswith(LOSS_RUNS) and error.minimum - fewer <= error.budget - share * fewer
+    way = ""
+    if options.loss_outside.size is None and may_fit:
+        way = f': fxremat.compile(..., loss="{enough(for_loss - fewer)}") counts what a cross entropy takes'
     return (
         f"the least counts {format_bytes(for_loss)} for the loss outside the model and {format_bytes(copies)} for "
-        "copies of its gradients, until a step has measured them"
+        f"copies of its gradients, until a step has measured them{way}"
     )
 
 

@@ -28,6 +28,7 @@ _NAMES = {
     MemoryKind.OUTSIDE: "gradients and temporaries of the loss",
     MemoryKind.WORKSPACE: "workspace",
 }
+LOSS_RUNS = "the loss outside the model runs"
 _MOST = 3  # this many kinds of memory are named in the text
 _WORTH = 0.01  # kinds with less than this fraction of the bytes are not named
 
@@ -52,7 +53,7 @@ def floor_of(program: Program, costs: Costs) -> Floor:
     if memory.at_split == memory.peak:
         rest = memory.at_split - loss_bytes(program.layout.graph, costs.sizes)
         kinds = {MemoryKind.OUTSIDE: memory.at_split - rest, MemoryKind.KEPT: rest}
-        return Floor(bytes=memory.peak, moment="the loss outside the model runs", kinds=_sorted(kinds))
+        return Floor(bytes=memory.peak, moment=LOSS_RUNS, kinds=_sorted(kinds))
     place = max(range(len(memory.during)), key=memory.during.__getitem__)
     kinds = {kind: series[place] for kind, series in bytes_by_kind(program, costs.sizes).items()}
     return Floor(bytes=memory.peak, moment=f"{op_at(program, place)} runs", kinds=_sorted(kinds))

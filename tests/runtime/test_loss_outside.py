@@ -7,6 +7,7 @@ import copy
 import gc
 import logging
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -336,6 +337,22 @@ def test_what_is_counted_for_a_loss_that_was_not_measured_is_told_where_it_is_to
     with pytest.raises(fxremat.BudgetTooSmall) as small:
         compiled(1000)(x)
     assert "loss outside" not in str(small.value)
+
+
+@pytest.mark.parametrize("in_percent", [False, True])
+def test_what_a_cross_entropy_takes_can_be_stated_where_nothing_fits_beside_more(in_percent: bool) -> None:
+    hidden = (layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.Tanh()))
+    model, x = nn.Sequential(nn.Linear(8, 256), *hidden, nn.Linear(256, 512)), torch.randn(1024, 8)
+    whole = fxremat.plan(model, x, mem="100%", **FAST)
+    mem = f"{100 * whole.minimum / whole.keep_all_peak - 1:.1f}%" if in_percent else whole.minimum - 10_000
+    with pytest.raises(fxremat.BudgetTooSmall, match="counts what a cross entropy takes") as small:
+        fxremat.plan(model, x, mem=mem, **FAST)
+    (loss,) = re.findall(r'loss="(.*?)"', str(small.value))
+    plan = fxremat.plan(model, x, mem=mem, loss=loss, **FAST)
+    assert plan.predicted_peak <= plan.budget
+    with pytest.raises(fxremat.BudgetTooSmall) as small:
+        fxremat.plan(model, x, mem=1000, **FAST)
+    assert "cross entropy" not in str(small.value)
 
 
 def test_a_loss_that_takes_less_leaves_its_bytes_to_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
