@@ -111,6 +111,9 @@ def _at(points: Points, assumed: int, fixed: int) -> int:
     From one, all bytes but the `fixed` ones, and for smaller outputs some single numbers, are taken to grow with the
     outputs; from several, the parts between them are taken to be linear, so that nothing else that does not grow is
     scaled.
+
+    Args:
+        fixed: negative where a loss leaves a part of the outputs out, which stays: these bytes less.
     """
     if len(points) == 1:
         ((known, measured),) = points
@@ -129,6 +132,8 @@ class SeenLoss:
     peaks: Points = ()
     held: Points = ()  # memory during the backward, without the gradients of the model's outputs
     fixed: int = 0  # the bytes of these that gradients of parameters of the loss take, whatever the outputs are
+    # bytes by which values of the last measured loss are smaller than outputs, at its peak and in `held`
+    left_out: tuple[int, int] = (0, 0)
     early: int = 0  # bytes of gradients of parameters that the loss has made when the model's backward begins
     as_traced: bool = False  # the gradients that it hands in lie as they were traced, so that nothing copies them
     # `peaks` and `held` of calls that return their loss: of what the program computes before the backward
@@ -141,11 +146,15 @@ class SeenLoss:
         Args:
             assumed: the bytes that are assumed for the outputs before a loss was measured.
         """
-        return _at(self.peaks, assumed, self.fixed) if self.peaks else None
+        return _at(self.peaks, assumed, self.fixed - self.left_out[0]) if self.peaks else None
 
     def held_at(self, assumed: int) -> int:
         """Return the bytes to expect during the backward."""
-        return _at(self.held, assumed, self.fixed) if self.held else 0
+        return _at(self.held, assumed, self.fixed - self.left_out[1]) if self.held else 0
+
+    def is_guess_at(self, assumed: int) -> bool:
+        """Tell whether the bytes to expect for these outputs follow from one measurement alone, of others."""
+        return len(self.peaks) == 1 and self.peaks[0][0] != assumed
 
     def beside_at(self, scale: int) -> tuple[int, int]:
         """Return the bytes to expect between forward and backward of a call that returns its loss, and in the backward.

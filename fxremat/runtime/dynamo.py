@@ -494,15 +494,17 @@ class Backend:
         exceeds = predicted > max(plan.budget, plan.predicted_peak)
         free = self.options.plan is None  # else the plan is a saved one, which only a budget that is exceeded replaces
         more = exceeds or (free and predicted > GAIN * plan.predicted_peak)
-        is_first = known is None or expected is None or known.is_expected or loss.anew
-        less = free and loss.exact and is_first and self.options.loss_outside.size is None
+        guessed = known is None or expected is None or known.is_expected or known.is_guess_at(loss.assumed)
+        less = free and loss.exact and (guessed or loss.anew) and self.options.loss_outside.size is None
         less = less and (_would_gain(plan, planned - peak) or self._foresees_too_much(plan, loss, took))
         drops = self._would_drop(ran.outputs, plan, loss.dropped)
         measured, held = None if loss.peak is None else peak, loss.held_beside(ran.outputs.places)
         seen = (known or SeenLoss()).with_loss(loss.assumed, peak=measured, held=held, anew=loss.anew)
-        seen = replace(seen, early=max(seen.early, loss.early), fixed=max(seen.fixed, loss.fixed))
+        early, fixed = max(seen.early, loss.early), max(seen.fixed, loss.fixed)
+        seen = replace(seen, early=early, fixed=fixed, left_out=loss.left_out)
         if not (more or less or drops):
-            if known is None and free and loss.exact and self.options.loss_outside.size is None:
+            is_new = known is None or known.is_guess_at(loss.assumed)
+            if is_new and free and loss.exact and self.options.loss_outside.size is None:
                 # a smaller loss in a later step is not the first one
                 self.options = replace(self.options, loss_seen=seen)
             return

@@ -45,6 +45,7 @@ from fxremat.torch_private import (
 
 MOST_LOOKS = 2  # on a device without counters, what is beside a loss is looked for in so many calls, and larger ones
 GROWTH = 1.02  # a loss is measured again where the inputs have grown by this factor
+MOST_PLACES, MOST_LEFT_OUT = 4, 0.25  # what a loss may leave out of a dimension of outputs: places, and their share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,8 @@ class MeasuredLoss:
     held: int  # bytes allocated when the model's backward begins, without the gradients of the outputs
     early: int  # of gradients of parameters that are there by then, and were not when the forward began, beside `held`
     fixed: int  # of gradients of parameters that only the loss has, within `peak` and `held`
+    # bytes by which what is alive at `peak`, and in `held`, is smaller than outputs, as without the last token of each
+    left_out: tuple[int, int] = (0, 0)
     exact: bool  # False if an earlier, higher peak of the process hides the peak of the loss
     # outputs of the model that are gone when its backward begins: place -> bytes, which are not taken off `held`
     dropped: Mapping[int, int] = field(default_factory=dict)
@@ -94,6 +97,12 @@ class _Outputs(NamedTuple):
     # the output is a view that AOTAutograd makes
     gradients: tuple[tuple[int | None, int], ...]
 
+    @property
+    def shapes(self) -> dict[int, torch.Size]:
+        """The outputs' shapes by their bytes, also for wider numbers, in which a loss may be computed."""
+        widths = {(tensor, width) for tensor in self.tensors for width in (tensor.element_size(), 4, 8)}
+        return {t.numel() * width: t.shape for t, width in widths if width >= t.element_size()}
+
     @classmethod
     def of(cls, trained: Sequence[Tensor], others: Sequence[Tensor]) -> _Outputs:
         """Count outputs that require grad, and others."""
@@ -124,6 +133,27 @@ def _arrived(sizes: Iterable[tuple[int | None, int]], gradients: Sequence[Tensor
 def _is_whole(sizes: Iterable[tuple[int | None, int]], gradients: Sequence[Tensor | None]) -> bool:
     """Tell whether all outputs got a gradient; the arguments are those of `_arrived`."""
     return all(number is None or gradients[number] is not None for number, _ in sizes)
+
+
+def _left_out(alive: Mapping[int, int], outputs: Mapping[int, torch.Size]) -> int:
+    """Return the bytes by which tensors are smaller than the outputs, without a few places of one of their dimensions.
+
+    The loss of a causal model reads `logits[:, :-1]`: its bytes grow with the length less one.
+
+    Args:
+        alive: number of tensors of the loss, by size in bytes.
+        outputs: as `_Outputs.shapes` returns them.
+    """
+
+    def missing(size: int) -> int:
+        for whole, shape in outputs.items():
+            left = whole - size
+            places = (left * count / whole for count in shape)
+            if 0 < left <= MOST_LEFT_OUT * whole and any(each in range(1, MOST_PLACES + 1) for each in places):
+                return left
+        return 0
+
+    return sum(count * missing(size) for size, count in alive.items())
 
 
 class _Gradients(NamedTuple):
@@ -355,7 +385,7 @@ class LossMeter:
         looks, look = self.calls == 1, self._look(node, leaves)
         judge = self._taking()
         assumed, sizes, known = outputs.assumed, outputs.gradients, {storage_of(t) for t in outputs.tensors}
-        numbers = numbers_of_loss(outputs.tensors[0].device)
+        shapes, numbers = outputs.shapes, numbers_of_loss(outputs.tensors[0].device)
         leaves_forward = meter.border() if meter is not None else None
         # with the bytes of the gradients that arrive there, the outputs that are dropped by then, and `is_whole`
         reaches_backward = list[tuple[Border, int, Mapping[int, int], bool]]()
@@ -390,7 +420,8 @@ class LossMeter:
                 peak, held = max(0, end.peak - start.level - early), end.level - start.level - arrived - early
                 held += sum(dropped.values())
                 loss = MeasuredLoss(assumed=assumed, peak=peak, held=held, early=early, fixed=fixed, exact=True)
-                judge(replace(loss, dropped=dropped, is_whole=whole))
+                less = _left_out(end.alive(at_peak=True), shapes), _left_out(end.alive(), shapes)
+                judge(replace(loss, dropped=dropped, is_whole=whole, left_out=less))
 
         handle, stop = node.register_prehook(reached), watching_backward(look, after)
 

@@ -21,7 +21,8 @@ import itertools
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -139,6 +140,19 @@ class Border:
         self.level: int | None = None  # bytes allocated at this moment
         self.peak: int | None = None  # largest bytes since the border before; None if not known
         self.change = 0  # bytes that the level rises behind this border, without an allocation that was recorded
+        # those since the border before, if there are (see `Recorded.leave`), and how many came until the peak
+        self.changes: Sequence[int] = ()
+        self.until_peak = 0
+
+    def alive(self, *, at_peak: bool = False) -> Counter[int]:
+        """Count what was allocated since the border before and is alive now, or at the peak, by its size in bytes."""
+        found = Counter[int]()
+        for change in self.changes[: self.until_peak] if at_peak else self.changes:
+            if change > 0:
+                found[change] += 1
+            elif found[-change]:
+                found[-change] -= 1
+        return +found
 
 
 class Meter(ABC):
@@ -268,6 +282,8 @@ class Recorded(Meter):
         self._is_over = False  # True once the measurement has ended in a backward, where the record cannot stop
         self._outside = 0  # bytes that are assumed for losses, and are counted if a part of their record is lost
         self.measures_loss = True  # False once that has happened
+        self._changes, self._until_top = list[int](), 0  # since the last border, and how many came until the top
+        self._notes_changes = False  # True between the model's forward and the next border
         self._unwatch = watching_backward(self._before_backward, self._after_backward)
 
     @property
@@ -323,8 +339,10 @@ class Recorded(Meter):
     def _note(self, border: Border) -> None:
         border.level = None if self._is_lost else self._level
         border.peak = self._top if self._exact and not self._is_lost else None
+        border.changes, border.until_peak = self._changes, self._until_top
         self._level += border.change
         self._top, self._exact = self._level, True
+        self._changes, self._until_top, self._notes_changes = [], 0, False
 
     def _stop(self) -> None:
         """Record no more."""
@@ -359,13 +377,16 @@ class Recorded(Meter):
 
     def _count(self, change: int) -> None:
         self._level += change
-        self._top = max(self._top, self._level)
+        if self._notes_changes:
+            self._changes.append(change)
+        if self._level > self._top:
+            self._top, self._until_top = self._level, len(self._changes)
 
     def leave(self, outside: int) -> None:
         """Record the loss, unless the program starts a profiler: then `outside` bytes count for it."""
         if self._reader is not None:
             self._read()
-            self._reader.waits = True
+            self._reader.waits = self._notes_changes = True
             self._outside += outside
 
     def reach(self, border: Border, outside: int, held: Callable[[], int]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -487,7 +488,54 @@ def test_expected_bytes_of_a_loss_are_exact_where_measured_and_linear_between() 
     fixed = SeenLoss(fixed=30).with_peak(100, 92).with_held(100, 20)
     assert [fixed.peak_at(size) for size in (50, 100, 300)] == [62 + 15, 92, 30 + 3 * 62]
     assert fixed.held_at(200) == 20
+    without_one = SeenLoss(left_out=(10, 5)).with_peak(100, 90).with_held(100, 45)
+    assert [without_one.peak_at(size) for size in (50, 100, 300)] == [56, 90, 290]
+    assert without_one.held_at(200) == 95
     for size in range(400, 1400, 100):
         seen = seen.with_peak(size, size)
     assert len(seen.peaks) == 8
     assert [seen.peak_at(size) for size in (100, 1300)] == [50, 1300]
+
+
+class Language(nn.Module):
+    """Logits of 500 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.encoder, self.head = nn.Embedding(500, 64), Encoder(), nn.Linear(64, 500)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(tokens)))  # type: ignore[no-any-return]
+
+
+def causal_steps(compiled: Any, shapes: Sequence[tuple[int, int]], left_out: int) -> tuple[list[int], int]:
+    """Train with tokens of these shapes; return each step's predicted peak, and the peak of one more step."""
+    tokens = {shape: torch.arange(math.prod(shape)).view(shape) % 500 for shape in shapes}
+
+    def step(shape: tuple[int, int]) -> None:
+        logits = compiled(tokens[shape])[:, : shape[1] - left_out].flatten(0, 1)
+        F.cross_entropy(logits, tokens[shape][:, left_out:].flatten()).backward()
+
+    predicted = []
+    for shape in shapes:
+        step(shape)
+        compiled.zero_grad()
+        predicted.append(compiled.plan.predicted_peak)
+    return predicted, peak_bytes(lambda: step(shapes[-1]))
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_a_loss_that_leaves_tokens_out_is_expected_at_a_larger_length(left_out: int) -> None:
+    """A causal loss outside reads `logits[:, :-1]`."""
+    compiled = fxremat.compile(Language(), mem="min", **FAST)
+    (*_, first, later), found = causal_steps(compiled, [(8, 8), (8, 8), (8, 64), (8, 64)], left_out)
+    assert found <= first <= 1.001 * found
+    assert found <= later <= 1.001 * found
+
+
+def test_a_loss_that_was_expected_too_large_at_the_second_size_is_planned_for_anew() -> None:
+    """More rows leave out more tokens, and so do those of a third size."""
+    compiled = fxremat.compile(Language(), mem="min", **FAST)
+    (*_, first, later, third), found = causal_steps(compiled, [(8, 8), (8, 8), (64, 8), (64, 8), (256, 8)], 1)
+    assert first > 1.1 * later
+    assert found <= third <= 1.001 * found
