@@ -3,14 +3,16 @@
 The Pareto frontier found for a step does not depend on the budget, and the op-by-op search resumes where it
 ended; a `Ladder` holds the results of both. They refer to ops and values by number, so results for one graph
 also serve an equal graph, and are stored without their graph. For a graph with the same ops and other sizes,
-the programs are evaluated again (`search.replan`). Results are also kept on disk (`planning.stored`).
+or with another loss outside the model, the programs are evaluated again (`search.replan`). Results are also kept on
+disk (`planning.stored`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import NamedTuple, cast
 
 from fxremat.graphs.accounting import device_of, op_keys
@@ -27,6 +29,8 @@ class Key(NamedTuple):
     topology: str  # digest of the ops and of what each reads and writes, without sizes
     sizes: tuple[int, ...]  # bytes of the values
     costs: str  # digest of the costs of the ops
+    seconds: str  # digest of the seconds of the ops alone
+    around: str  # digest of what the program does with the outputs
 
 
 AT_MOST = 8  # number of search results kept in memory; the least recently used one is dropped
@@ -36,11 +40,15 @@ _latest: OrderedDict[Key, Ladder] = OrderedDict()
 
 
 class FrontierCache:
-    """The cached search results for one graph, with certain costs and settings."""
+    """The cached search results for one graph, with certain costs and settings.
 
-    def __init__(self, graph: StepGraph, costs: Costs, settings: object) -> None:
+    Args:
+        loss: what is known of the loss outside the model.
+    """
+
+    def __init__(self, graph: StepGraph, costs: Costs, settings: object, loss: object) -> None:
         self._graph, self._costs, self._device = graph, costs, device_of(graph)
-        self._key = key_of(graph, costs, settings)
+        self._key = key_of(graph, costs, settings, loss)
 
     def get(self) -> Ladder | None:
         """Return the result stored last under this key, by this process or an earlier one; None if there is none."""
@@ -55,12 +63,24 @@ class FrontierCache:
 
         Results for the same sizes with other costs are not used: a new search is better.
         """
+        return self._judged(lambda key, mine: key.around == mine.around and key.sizes != mine.sizes)
+
+    def of_other_loss(self) -> Ladder | None:
+        """Return a cached result for the same ops and sizes beside another loss, or other dropped outputs, or None.
+
+        Its programs are evaluated again, and not improved yet.
+        """
+
+        def differs(key: Key, mine: Key) -> bool:
+            return key.sizes == mine.sizes and key.seconds == mine.seconds and key != mine
+
+        found = self._judged(differs)
+        return None if found is None else replace(found, climbed=0)
+
+    def _judged(self, fits: Callable[[Key, Key], bool]) -> Ladder | None:
+        """Return one of the latest results for the same ops whose key fits this one, evaluated for this graph."""
         mine = self._key
-        known = [
-            ladder
-            for key, ladder in _latest.items()
-            if key.topology == mine.topology and key.sizes != mine.sizes
-        ]
+        known = [ladder for key, ladder in _latest.items() if key.topology == mine.topology and fits(key, mine)]
         judged = (replanned(ladder, self._graph, self._costs) for ladder in reversed(known[-NEAREST:]))
         return next(filter(None, judged), None)
 
@@ -79,9 +99,15 @@ class FrontierCache:
             _latest.popitem(last=False)
 
 
-def key_of(graph: StepGraph, costs: Costs, settings: object) -> Key:
-    """Return the cache key of a search on a graph with these costs and settings."""
-    return Key(_topology(graph, settings), tuple(v.bytes for v in graph.values), _costs(graph, costs))
+def key_of(graph: StepGraph, costs: Costs, settings: object, loss: object = None) -> Key:
+    """Return the cache key of a search on a graph with these costs, settings, and what is known of a loss outside."""
+    return Key(
+        topology=_topology(graph, settings),
+        sizes=tuple(v.bytes for v in graph.values),
+        costs=_costs(graph, costs),
+        seconds=_digest(repr(costs.seconds)),
+        around=_digest(repr((sorted(graph.dropped_outputs), loss))),
+    )
 
 
 def _topology(graph: StepGraph, settings: object) -> str:
@@ -91,12 +117,15 @@ def _topology(graph: StepGraph, settings: object) -> str:
         for op in graph.ops
     ]
     values = [(v.origin, v.producer) for v in graph.values]
-    outputs = graph.kept_outputs, graph.dropped_outputs, graph.returned
+    outputs = graph.kept_outputs, graph.returned
     sets = [sorted(s) for s in (*outputs, graph.updates, graph.mutated_primals, graph.held_tangents)]
-    text = repr((numbers, values, sets, settings))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return _digest(repr((numbers, values, sets, settings)))
 
 
 def _costs(graph: StepGraph, costs: Costs) -> str:
     keys = "\n".join(f"{op.name} {key}" for op, key in zip(graph.ops, op_keys(graph, costs.fresh), strict=True))
-    return hashlib.sha256(f"{costs}\n{keys}".encode()).hexdigest()
+    return _digest(f"{costs}\n{keys}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -25,6 +25,7 @@ from fxremat.planning.limits import Limit
 from fxremat.planning.step import Step
 from fxremat.planning.wishes import check_meant, dear, fair, obedient, run_once
 from fxremat.search.candidate import Candidate, Frontier
+from fxremat.search.lower_bound import lower_bound
 from fxremat.search.refine import Ladder, lowered
 from fxremat.search.replan import judged_again
 from fxremat.search.survey import kept, survey
@@ -36,6 +37,8 @@ from fxremat.transfers.weight_updates import resident_peak
 from fxremat.units import Percent
 
 ABOVE = 1.4  # op-by-op programs with a peak of up to this times the budget are tried in compiled regions
+# programs found for another loss are taken, without a new search, if their time is within this factor of a lower bound
+NEAR_BOUND = 1.03
 NO_TIME = 1.01  # a program within this factor of the seconds without recomputation counts as recomputing nothing
 
 
@@ -183,16 +186,22 @@ def _searched(
     if options.offloads_by_chain:
         settings |= {"solver": "auto", "effort": 0.0}
     how = "measure" if options.measures else "estimate"
-    of_costs = (how, str(options.device), str(device_of(graph)), options.loss_outside.size, options.loss_seen, once)
-    known = FrontierCache(graph, costs, (settings, of_costs))
+    of_costs, loss = (how, str(options.device), str(device_of(graph)), once), _loss(options)
+    known = FrontierCache(graph, costs, (settings, of_costs), loss)
     hosted = options.host is not None
     ladder = known.get()
+    if ladder is not None and ladder.near_bound_at not in (None, _bytes(limit, ladder)):
+        ladder = None  # at this budget others may be faster
     if ladder is None and not (hosted or options.pure):
         ladder = known.of_other_sizes()
     if ladder is not None and ladder.of_other_sizes and (hosted or ladder.given.minimum > _bytes(limit, ladder)):
         ladder = None  # programs of these sizes may need less
+    if ladder is None and not (hosted or options.pure) and settings["solver"] == "auto":
+        near = known.of_other_loss()
+        if near is not None:
+            ladder = _near_bound(near, graph, costs, _bytes(limit, near), settings["effort"])
     if ladder is None:
-        ladder = Ladder(given=_surveyed(graph, costs, settings, of_costs, once))
+        ladder = Ladder(given=_surveyed(graph, costs, settings, of_costs, loss, once))
     highest = _searched_up_to(_bytes(limit, ladder), ladder.given.keep_all.peak, options)
     if settings["solver"] == "auto":
         ladder = ladder.to(highest, costs, effort=settings["effort"])
@@ -200,10 +209,27 @@ def _searched(
     return highest, ladder
 
 
+def _near_bound(ladder: Ladder, graph: Captured, costs: Costs, budget: int, effort: float) -> Ladder | None:
+    """Return programs found for another loss, improved up to the budget, if no search could find a much faster one.
+
+    None if none of them fits, or the fastest that does is not within `NEAR_BOUND` of the lower bound.
+    """
+    if ladder.given.minimum > budget:
+        return None
+    improved = ladder.to(budget, costs, effort=effort)
+    least = min(each.time for each in improved.frontier(budget).candidates if each.peak <= budget)
+    return replace(improved, near_bound_at=budget) if least <= NEAR_BOUND * lower_bound(graph, costs, budget) else None
+
+
+def _loss(options: Options) -> object:
+    return options.loss_outside.size, options.loss_seen
+
+
 def estimated_least(graph: Captured, costs: Costs, options: Options) -> int:
     """Return the least peak in bytes that blocks give, with what the user wants never to be recomputed."""
     once = run_once(graph, options.wishes)
-    return _surveyed(graph, dear(costs, once) if once else costs, {"solver": "auto", "effort": 0.0}, None, once).minimum
+    dearer, settings = dear(costs, once) if once else costs, {"solver": "auto", "effort": 0.0}
+    return _surveyed(graph, dearer, settings, None, _loss(options), once).minimum
 
 
 def _bytes(limit: Limit, ladder: Ladder) -> int:
@@ -232,11 +258,17 @@ def _searched_up_to(budget: int, keep_all: int, options: Options) -> int:
 
 
 def _surveyed(
-    graph: Captured, costs: Costs, settings: Mapping[str, Any], of_costs: object, once: frozenset[int]
+    graph: Captured,
+    costs: Costs,
+    settings: Mapping[str, Any],
+    of_costs: object,
+    loss: object,
+    once: frozenset[int],
 ) -> Frontier:
     """Return the Pareto frontier of a graph; if one without op-by-op improvement is cached, improve that.
 
     Args:
+        loss: what is known of the loss outside the model.
         once: ops that must not be recomputed: programs that run one of them twice are left out.
     """
     effort = settings["effort"] if settings["solver"] == "auto" else 0.0
@@ -244,7 +276,7 @@ def _surveyed(
         whole = survey(graph, costs, **{**settings, "effort": 0.0})
         left = obedient(whole.candidates, once)
         return replace(whole, candidates=obedient(lowered(left, costs, effort=effort), once) if effort else left)
-    quick = FrontierCache(graph, costs, ({**settings, "effort": 0.0}, of_costs)).get() if effort else None
+    quick = FrontierCache(graph, costs, ({**settings, "effort": 0.0}, of_costs), loss).get() if effort else None
     if quick is None:
         return survey(graph, costs, **settings)
     return replace(quick.given, candidates=lowered(quick.given.candidates, costs, effort=effort))

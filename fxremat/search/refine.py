@@ -46,6 +46,8 @@ class Ladder:
     found: tuple[tuple[int, Candidate], ...] = ()
     climbed: int = 0  # largest budget in bytes for which a search was done
     of_other_sizes: bool = False  # the programs were found for other sizes: others may need less memory
+    # bytes within which hardly any program is faster, for programs found beside another loss; None: found for this one
+    near_bound_at: int | None = None
 
     @property
     def rungs(self) -> list[int]:

@@ -130,3 +130,26 @@ def test_nothing_of_an_old_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     for number in range(memo.AT_MOST + 1):
         fxremat.plan(Deep(), (torch.ones(32 + number, 16),), mem="100%", search=Search(seconds=0), costs="estimate")
     assert len(memo._latest) == memo.AT_MOST
+
+
+class Head(Deep):
+    """The same before logits, whose loss is outside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize(("budget", "searches"), [("95%", 1), ("90%", 2)])
+def test_programs_that_were_found_for_another_loss_are_taken_if_nothing_is_much_faster(
+    budget: str, searches: int, surveys: list[int]
+) -> None:
+    search = Search(progress=False)
+    step = fxremat.capture(Head(), INPUTS, costs="estimate", search=search, loss="64KiB")
+    step.plan(budget)
+    less = fxremat.capture(Head(), INPUTS, costs="estimate", search=search, loss="8KiB").plan(budget)
+    assert len(surveys) == searches
+    assert less.predicted_peak == live_bytes(less.program, less.costs.sizes).peak <= less.budget
+    alone = Ladder(given=planner.survey(less.graph, less.costs)).to(less.budget, less.costs, effort=3)
+    assert less.predicted_time <= 1.02 * alone.frontier(less.budget).within(less.budget).time
