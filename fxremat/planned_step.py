@@ -323,10 +323,14 @@ class PlannedStep:
         other = program if dropped is None else self._dropping(program, dropped)
         return self.keep_all_peak + live_bytes(other, sizes or expected).peak - live_bytes(program, expected).peak
 
-    def peak_dropping(self, places: Set[int]) -> int:
-        """Return the predicted peak in bytes if the caller drops these outputs of the model before the backward."""
+    def peak_dropping(self, places: Set[int], sizes: Sizes | None = None) -> int:
+        """Return the predicted peak in bytes if the caller drops these outputs of the model before the backward.
+
+        Args:
+            sizes: those with another loss; None: the expected ones.
+        """
         dropping = self._dropping(self.program, places)
-        return retained_peak(dropping, self.running.costs.sizes, self.retained)
+        return retained_peak(dropping, sizes or self.running.costs.sizes, self.retained)
 
     def _dropping(self, program: Program, places: Set[int]) -> Program:
         graph = self.running.captured

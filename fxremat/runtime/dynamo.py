@@ -37,7 +37,6 @@ from fxremat.graphs.accounting import device_of, held, held_beside_copies, large
 from fxremat.graphs.captured import (
     Captured,
     inputs_of,
-    lie_as_traced,
     note_dropped,
     places_of,
     read_joint,
@@ -46,7 +45,6 @@ from fxremat.graphs.captured import (
 from fxremat.graphs.cudnn_batch_norm import batch_norms_of_cudnn
 from fxremat.graphs.names import FLOAT, note_names
 from fxremat.graphs.nodes import tangents_in
-from fxremat.graphs.region import runnable
 from fxremat.graphs.symbolic import SymbolicGraph, has_symbolic_sizes
 from fxremat.host.default import default_tier
 from fxremat.host.tier import span_bytes
@@ -87,6 +85,7 @@ from fxremat.runtime.coordinator import Coordinator
 from fxremat.runtime.devices import check_devices
 from fxremat.runtime.double_backward import EXCEEDING, FOLLOWED, Rerun, TwiceDifferentiable
 from fxremat.runtime.dropped_outputs import DroppedOutputs, WatchedOutputs, bytes_at
+from fxremat.runtime.fixed import Fixed
 from fxremat.runtime.loss_meter import LossMeter, MeasuredLoss, OutputsHeard
 from fxremat.runtime.ranks import ranks_of
 from fxremat.runtime.real_layouts import real_layouts
@@ -95,12 +94,11 @@ from fxremat.runtime.step_memory import OtherModels
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.torch_compile import Graphs, WholeGraph, graphs_of
 from fxremat.runtime.unmeasured_loss import plan_expecting_less
-from fxremat.runtime.unused import Backward, telling_unused, unused_outputs, without
+from fxremat.runtime.unused import telling_unused
 from fxremat.runtime.varying import warn_of_fixed
 from fxremat.step.liveness import Sizes
 from fxremat.torch_private import (
     among_ranks,
-    any_batched,
     aot_backend,
     boxed,
     copied,
@@ -135,6 +133,7 @@ NOTED = 1.001  # a loss with which a step exceeds its plan by this factor is a w
 MANY_SIZES = 3  # after this many combinations of input sizes a warning says what each new one costs
 
 
+NOT_COPIED = "gradients of the loss outside the model are not copied: the next call plans without copies"
 HELD_NOW = (
     "%s of outputs, which earlier calls of %s had dropped before the backward, are held until it has ended, "
     "beside what was planned: the next call plans for that"
@@ -225,8 +224,8 @@ class Backend:
         self.measures_loss = True  # False: what runs between forward and backward is planned elsewhere
         self._mem_with_room: int | str | None = None  # the budget, while the least is taken for want of room
         self._sized_steps = list[Sized]()  # the steps of symbolic sizes that were captured since `forget_steps`
-        self._last_step: _FixedStep | Sized | None = None  # the captured step whose forward ran last
-        self._of_other_loss = list[_FixedStep | Sized]()  # those to plan again, if `loss_is_other`
+        self._last_step: Fixed | Sized | None = None  # the captured step whose forward ran last
+        self._of_other_loss = list[Fixed | Sized]()  # those to plan again, if `loss_is_other`
         self._before_loss: Settings | None = None  # what was set before
         self.outdated = False  # True if less memory is free than before, or the captured step is no longer the model's
         self.loss_is_other = False  # True if the loss outside of the model takes more or less memory than planned
@@ -256,6 +255,9 @@ class Backend:
         self._largest_call = LargestCall()  # the one of these that belongs to the graph that is being compiled
         self._of_callers: dict[object, DroppedOutputs] = {}  # by what calls do, as `_largest_calls`
         self._outputs = DroppedOutputs()  # the one of these that belongs to the graph that is being compiled
+        # tells whether the next call of that graph captures it again, without gradients that it did not get
+        self._captured_next: Callable[[], bool] = lambda: False
+        self.replanned = 0  # how often steps got new plans without being captured again
 
     @with_room_for_calls
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -304,7 +306,7 @@ class Backend:
         self._inputs, began, self._writes_alone = inputs, time.monotonic(), list[int]()
         outputs = auxiliary_outputs_of(module)
         trained = outputs.all
-        made: list[_FixedStep | Sized | CalledGraph] = []  # from the partition until the backward is compiled
+        made: list[Fixed | Sized | CalledGraph] = []  # from the partition until the backward is compiled
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         names = map(parameter_name, placeholders)
         self._names = [name and self.tied.get(name, name) for name in names]
@@ -312,6 +314,8 @@ class Backend:
         kind = _without_sizes(module.graph)
         self._largest_call = self._largest_calls.setdefault(kind, LargestCall(among=self._largest_calls))
         self._outputs = self._of_callers.setdefault(kind, DroppedOutputs())
+        gradients = self._gradients.of(kind)
+        self._captured_next = lambda: not gradients.silent.isdisjoint(outputs.mixed)
         backend = aot_backend(
             fw_compiler=lambda graph, _: self._forward(graph, made[-1]),
             bw_compiler=lambda graph, _: made.pop().backward_of(graph),
@@ -341,7 +345,8 @@ class Backend:
         if self.coordinator is None and self.measures_loss:
             stepping = self.options.stepping is not None
             judge, heard = self._judge_of_loss, self._judge_of_outputs
-            compiled = LossMeter(compiled, trained, judge, heard, self._others, stepping=stepping)
+            others, replanned = self._others, lambda: self.replanned
+            compiled = LossMeter(compiled, trained, judge, heard, others, stepping=stepping, replanned=replanned)
         return telling_unused(compiled, trained) if len(trained) > 1 or again else compiled
 
     def _without_gradient(self, module: fx.GraphModule, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -432,7 +437,7 @@ class Backend:
             return None
         return OutputsHeard(partial(ran.outputs.check, plan=plan), partial(self._take_outputs, ran, plan))
 
-    def _take_outputs(self, ran: _FixedStep | Sized, plan: Plan, outputs: WatchedOutputs) -> None:
+    def _take_outputs(self, ran: Fixed | Sized, plan: Plan, outputs: WatchedOutputs) -> None:
         """Plan again at the next call if the caller has dropped outputs that the plan counts as held, or the reverse.
 
         Args:
@@ -447,22 +452,28 @@ class Backend:
             log.warning(HELD_NOW, size, self.model)
             self._plan_for_other_loss(ran)
         elif self._would_drop(known, plan, outputs.dropped):
+            self._correct_largest_call(plan, dropped=known.places)
             self._plan_for_other_loss(ran)
 
-    def _would_drop(self, known: DroppedOutputs, plan: Plan, dropped: Mapping[int, int]) -> bool:
-        """Count outputs as dropped from now on where that lowers the peak of a plan by more than `GAIN`."""
+    def _would_drop(
+        self, known: DroppedOutputs, plan: Plan, dropped: Mapping[int, int], sizes: Sizes | None = None
+    ) -> bool:
+        """Count outputs as dropped from now on where that lowers the peak of a plan by more than `GAIN`.
+
+        Args:
+            sizes: those with which the step is planned next; None: those of the plan.
+        """
         more = known.places | known.new(dropped)
         if more == known.places or self.options.plan is not None or communicates(plan.graph):
             return False
-        if plan.predicted_peak <= GAIN * plan.peak_dropping(more):
+        if (plan.peak_with(sizes) if sizes else plan.predicted_peak) <= GAIN * plan.peak_dropping(more, sizes):
             return False
         size = format_bytes(bytes_at(dropped, more - known.places))
         log.info("%s of outputs are dropped before the backward: the next call plans for that", size)
-        self._correct_largest_call(plan, dropped=more)
         known.places = more
         return True
 
-    def _take_loss(self, ran: _FixedStep | Sized, plan: Plan, loss: MeasuredLoss) -> None:
+    def _take_loss(self, ran: Fixed | Sized, plan: Plan, loss: MeasuredLoss) -> None:
         """Plan again at the next call if budget or predicted peak do not hold with the loss outside the model.
 
         So it is if the loss takes so much less that a plan may be faster. A loss whose peak was not measured is taken
@@ -497,11 +508,16 @@ class Backend:
         guessed = known is None or expected is None or known.is_expected or known.is_guess_at(loss.assumed)
         less = free and loss.exact and (guessed or loss.anew) and self.options.loss_outside.size is None
         less = less and (_would_gain(plan, planned - peak) or self._foresees_too_much(plan, loss, took))
-        drops = self._would_drop(ran.outputs, plan, loss.dropped)
+        sizes, own = replace(plan.running.costs.sizes, outside=took), None  # those with what is known of it now
+        traced = free and (more or less) and self._copies_nothing(ran, plan, sizes)
+        if traced:
+            own = plan.sizes_without_copies()
+            sizes = replace(own, outside=took)
+        drops = self._would_drop(ran.outputs, plan, loss.dropped, sizes if more or less else None)
         measured, held = None if loss.peak is None else peak, loss.held_beside(ran.outputs.places)
         seen = (known or SeenLoss()).with_loss(loss.assumed, peak=measured, held=held, anew=loss.anew)
         early, fixed = max(seen.early, loss.early), max(seen.fixed, loss.fixed)
-        seen = replace(seen, early=early, fixed=fixed, left_out=loss.left_out)
+        seen = replace(seen, early=early, fixed=fixed, left_out=loss.left_out, as_traced=seen.as_traced or traced)
         if not (more or less or drops):
             is_new = known is None or known.is_guess_at(loss.assumed)
             if is_new and free and loss.exact and self.options.loss_outside.size is None:
@@ -509,15 +525,16 @@ class Backend:
                 self.options = replace(self.options, loss_seen=seen)
             return
         aside = planned + (known.early if known else 0)
-        sizes, better = [format_bytes(took), format_bytes(aside)], enough(took)
-        if sizes[0] == sizes[1]:
-            sizes = [f"{took:,} bytes", f"{aside:,} bytes"]
-        told = f"the loss outside the model allocated {sizes[0]} where {sizes[1]} had been set aside"
+        (now, before), better = map(format_bytes, (took, aside)), enough(took)
+        if now == before:
+            now, before = f"{took:,} bytes", f"{aside:,} bytes"
+        told = f"the loss outside the model allocated {now} where {before} had been set aside"
         if loss.peak is None or (more and took <= aside):  # what exceeds is not its peak
             what = "and of gradients that it has made of parameters " if loss.early else ""
             told = f"{format_bytes(stays)} of the loss outside the model {what}stay while the model's backward runs"
             better = ""  # a larger loss between forward and backward would make no room there
         if drops and not (more or less):
+            self._correct_largest_call(plan, dropped=ran.outputs.places)
             self._plan_for_other_loss(ran, seen)
             return
         if (seen == known and not drops) or communicates(plan.graph):
@@ -528,8 +545,8 @@ class Backend:
                 log.warning("%s, and %s%s", told, why, way)
             return
         self._plan_for_other_loss(ran, seen)
-        if less:
-            self._correct_largest_call(plan, replace(plan.running.costs.sizes, outside=took))
+        if less or traced or drops:
+            self._correct_largest_call(plan, sizes if less else own, ran.outputs.places if drops else None)
         by_much = predicted > NOTED * max(plan.budget, plan.predicted_peak)
         log.log(
             logging.WARNING if by_much else logging.INFO,
@@ -538,7 +555,7 @@ class Backend:
             better and f'; fxremat.compile(..., loss="{better}") does from the start',
         )
 
-    def _take_beside(self, ran: _FixedStep | Sized, plan: Plan, loss: MeasuredLoss, took: int) -> None:
+    def _take_beside(self, ran: Fixed | Sized, plan: Plan, loss: MeasuredLoss, took: int) -> None:
         """Plan again at the next call if what runs beside a returned loss takes other memory than planned.
 
         A program may make once what it keeps. So the second call is measured anew, and after the first one its bytes
@@ -549,7 +566,8 @@ class Backend:
         """
         known, options = self.options.loss_seen or SeenLoss(), self.options
         scale, held = scale_of_loss(plan.captured), loss.held_beside(ran.outputs.places)
-        drops = self._would_drop(ran.outputs, plan, loss.dropped)
+        if drops := self._would_drop(ran.outputs, plan, loss.dropped):
+            self._correct_largest_call(plan, dropped=ran.outputs.places)
         seen = replace(known, early=max(known.early, loss.early), fixed=max(known.fixed, loss.fixed))
         alone = seen
         if loss.anew or loss.call == 2:
@@ -606,14 +624,29 @@ class Backend:
         if _only_recomputes(plan):
             self._largest_call.correct(plan.keep_all_peak_with(sizes, dropped), plan.keep_all_peak)
 
-    def _plan_for_other_loss(self, step: _FixedStep | Sized, seen: SeenLoss | None = None) -> None:
+    def _plan_for_other_loss(self, step: Fixed | Sized, seen: SeenLoss | None = None) -> None:
         """Plan a captured step again at the next call, with what is now known of the loss; None: nothing new."""
         self._before_loss = self._before_loss or self.settings
         self.options = replace(self.options, loss_seen=seen or self.options.loss_seen or SeenLoss())
         self._of_other_loss += [step] if step not in self._of_other_loss else []
         self.loss_is_other = True
 
-    def _take_layouts(self, step: _FixedStep | Sized, plan: Plan, as_traced: bool) -> None:
+    def _copies_nothing(self, ran: Fixed | Sized, plan: Plan, sizes: Sizes) -> bool:
+        """Tell whether the step is to be planned without copies of gradients of the outputs, since it makes none.
+
+        Args:
+            sizes: those with which the step is planned next, with copies.
+        """
+        known = self.options.loss_seen
+        if not ran.copies_nothing or self._layouts_vary or (known is not None and known.as_traced):
+            return False
+        without = replace(plan.sizes_without_copies(), outside=sizes.outside)
+        if plan.peak_with(sizes) <= GAIN * plan.peak_with(without) and not self._is_of_less(plan, without):
+            return False
+        log.info(NOT_COPIED)
+        return True
+
+    def _take_layouts(self, step: Fixed | Sized, plan: Plan, as_traced: bool) -> None:
         """Plan again at the next call if the gradients that a loss outside hands in lie as traced, or do so no more.
 
         Plans have room for copies of them, until it is known that they lie as traced.
@@ -639,15 +672,14 @@ class Backend:
             sizes = plan.sizes_without_copies()
             if plan.predicted_peak <= GAIN * plan.peak_without_copies() and not self._is_of_less(plan, sizes):
                 return
-            log.info("gradients of the loss outside the model are not copied: the next call plans without copies")
+            log.info(NOT_COPIED)
             self._correct_largest_call(plan, sizes)
         self._plan_for_other_loss(step, replace(known, as_traced=as_traced))
 
     def plans_as_captured(self) -> bool:
         """Plan with what is now known of the loss; tell whether that can be done without capturing anything again.
 
-        Only for plans that recompute and do nothing else. Where sizes may change, the next call at each plans anew. A
-        plan of fixed sizes takes the place of the old one if it is the same but for numbers.
+        Only for plans that recompute and do nothing else. Where sizes may change, the next call at each plans anew.
         """
         steps, options = [*self._of_other_loss], self.options
         self._of_other_loss.clear()
@@ -656,11 +688,12 @@ class Backend:
         if not steps or not all(_only_recomputes(step.plan) for step in steps):
             return False
         before, (earlier, self._before_loss) = self.settings, (self._before_loss, None)
-        fixed = [step for step in steps if isinstance(step, _FixedStep)]
+        fixed = [step for step in steps if isinstance(step, Fixed)]
         try:
             if all(map(self._replans, fixed)):
                 for sized in self._sized_steps:
                     sized.plan_anew(self.options)
+                self.replanned += 1
                 return True
         except BudgetTooSmall:
             if earlier is not None and self._others.ask_for_room():  # what this step takes is measured again then
@@ -698,21 +731,19 @@ class Backend:
         self.outdated = not self._sized_steps
         return True
 
-    def _replans(self, step: _FixedStep) -> bool:
-        """Plan a captured step of fixed sizes again; tell whether its program has stayed, so that its new plan is used.
+    def _replans(self, step: Fixed) -> bool:
+        """Plan a captured step of fixed sizes again; tell whether it runs with its new plan now.
 
         Raises:
             BudgetTooSmall: no program fits.
         """
+        if step.captured_next():
+            return True  # and planned then
         plan, captured = step.plan, step.captured
         if plan.graph is not captured.graph or len(captured.ranks.ranks) > 1:
             return False
         captured = replace(captured, graph=captured.graph.dropping(step.outputs.places))
-        again, captured = self._plan_fixed(captured, step.outputs)
-        if again.program.steps != plan.program.steps or again.costs.fresh != plan.costs.fresh:
-            return False
-        step.plan, step.captured = again, captured
-        return True
+        return step.replan(*self._plan_fixed(captured, step.outputs))
 
     def forget_steps(self) -> None:
         """Prepare for capturing the model again: `plans_as_captured` is then about what is planned from now on."""
@@ -868,7 +899,7 @@ class Backend:
         log.warning(REPLACED, len(self._stepped - now), len(self._stepped))
         self._stepped, self.outdated = set(), True
 
-    def _forward(self, graph: fx.GraphModule, step: _FixedStep | Sized | CalledGraph) -> Callable[..., Any]:
+    def _forward(self, graph: fx.GraphModule, step: Fixed | Sized | CalledGraph) -> Callable[..., Any]:
         never_donate()
         if self._any_layout:
             take_gradients_as_they_lie()
@@ -908,7 +939,7 @@ class Backend:
         _: Sequence[Any],
         *,
         num_fwd_outputs: int,
-        made: list[_FixedStep | Sized | CalledGraph],
+        made: list[Fixed | Sized | CalledGraph],
         again: bool,
         **__: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -951,8 +982,11 @@ class Backend:
             raise Reached(FixedStep(step, self.options))
         plan, step = self._plan_fixed(step, self._outputs)
         captured = replace(step, inputs=())  # inputs are not kept alive
-        made[:] = [_FixedStep(plan, captured, self._outputs, self.weights, self._take_layouts)]
-        return plan.graphs
+        replaceable = _only_recomputes(plan) and self.weights is None and not communicates(plan.graph)
+        fixed = Fixed(plan, captured, self._outputs, self.weights, self._take_layouts, replaceable=replaceable)
+        fixed.captured_next = self._captured_next
+        made[:] = [fixed]
+        return fixed.contract()
 
     def _unplanned(self) -> None:
         """Record that a backward runs ops that no plan contains."""
@@ -1271,77 +1305,6 @@ class Backend:
             for node, given in zip(inputs_of(joint), self._inputs, strict=False)
             if id(given) in numbers and given.shape == node.meta["val"].shape
         }
-
-
-@dataclass(eq=False)
-class _FixedStep:
-    """A planned step of fixed sizes, which provides the functions that AOTAutograd calls."""
-
-    plan: Plan
-    captured: Step
-    outputs: DroppedOutputs  # what the caller does with those of such calls
-    weights: Weights | None
-    # told of this step, its plan, and whether gradients of the outputs lie as traced, whenever that or the plan changes
-    take_layouts: Callable[[_FixedStep, Plan, bool], None]
-
-    def forward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
-        """Return the function that runs the forward graph."""
-        return self._beside_others(runnable(graph), "forward")
-
-    def _beside_others(self, run: Callable[[list[Any]], Any], what: str) -> Callable[[list[Any]], Any]:
-        """Wrap the function of a forward or backward that communicates, so that it fails if another rank is lost.
-
-        Args:
-            what: "forward" or "backward", for messages.
-        """
-        if not communicates(self.plan.graph):
-            return run
-        from fxremat.heartbeat import inside_step
-
-        def agreed(arguments: list[Any]) -> Any:
-            with inside_step(what):
-                return run(arguments)
-
-        return taking_a_list(agreed)
-
-    def backward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
-        """Return the function that runs the backward graph.
-
-        Gradients that depend only on outputs which got no gradient are returned as None.
-        """
-        backwards, weights = Backward(graph, self.plan.captured.tangent_names), self.weights
-        losses, needs = self.plan.loss_places, self.plan.captured.outputs_needed
-        given, outputs = len(self.plan.captured.tangent_nodes), self.plan.captured.backward_outputs
-        told: tuple[bool, Plan] | None = None
-
-        def backward(arguments: list[Any]) -> Any:
-            nonlocal told
-            self.outputs.begin_backward()
-            if weights is None and any_batched(arguments[-given:]):
-                return [_zeros(node) for node in outputs]  # a hook replaces them: see `double_backward`
-            unused = unused_outputs()
-            as_traced = lie_as_traced(arguments[-given:], self.plan.captured)
-            is_new = told is None or told[0] != as_traced or told[1] is not self.plan
-            if is_new and not unused:  # instead of gradients that are missing there are zeros
-                told = as_traced, self.plan
-                self.take_layouts(self, self.plan, as_traced)
-            run = self._beside_others(backwards.of(unused), "backward")
-            if weights is None:
-                return without(run(arguments), needs, unused)
-            weights.begin()
-            weights.check_unscaled([arguments[place] for place in losses])
-            with weights.telling_what_is_new():
-                return without(run(arguments), needs, unused)
-
-        return taking_a_list(backward)
-
-
-def _zeros(node: object) -> torch.Tensor | None:
-    """Return zeros, which take no memory, of the shape of a gradient; None for what has none."""
-    value = node.meta["val"] if isinstance(node, fx.Node) else None
-    if not isinstance(value, torch.Tensor):
-        return None
-    return torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
 def _would_gain(plan: Plan, freed: int) -> bool:

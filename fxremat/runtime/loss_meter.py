@@ -230,6 +230,7 @@ class LossMeter:
         others: tells whether other models have new plans; then the loss is measured again, and where they have replaced
             plans, what was measured before counts no more. Is told of this step.
         stepping: the step updates its parameters itself, and has their gradients elsewhere.
+        replanned: returns how often the model got new plans without being captured again; then the loss is measured.
     """
 
     def __init__(
@@ -241,9 +242,11 @@ class LossMeter:
         others: OtherModels,
         *,
         stepping: bool = False,
+        replanned: Callable[[], int] = lambda: 0,
     ) -> None:
         self.step, self.trained, self.stepping = step, tuple(trained), stepping
         self._judge, self._of_outputs, self._others = judge, of_outputs, others
+        self._replanned, self._plans = replanned, replanned()
         self.calls = 0
         self._stop: Callable[[], None] | None = None
         self._stop_outputs: Callable[[], None] = lambda: None
@@ -257,7 +260,8 @@ class LossMeter:
         changed = self._others.have_new_plans()
         if self._others.have_replaced_plans():
             self._anew, self._largest = True, 0
-        changed |= self._has_larger(inputs)
+        before, self._plans = self._plans, self._replanned()
+        changed |= self._has_larger(inputs) or before != self._plans
         self._looks = changed or self.calls < MOST_LOOKS
         measured = changed or (self.calls + 1) & self.calls == 0
         leaves = [x for x in inputs if _is_without_gradient(x)] if measured and not self.stepping else []

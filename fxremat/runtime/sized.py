@@ -214,6 +214,11 @@ class Sized:
         self._plans.drop(self.outputs.places)
         self._chosen.clear()
 
+    @property
+    def copies_nothing(self) -> bool:
+        """True if gradients of the outputs lay as traced when they were last looked at."""
+        return self._told is not None and self._told[0]
+
     def contract(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return two graphs, never run, from which AOTAutograd reads the inputs and outputs of forward and backward."""
         joint, sizes = self._symbolic, self._graph.inputs

@@ -60,17 +60,17 @@ def test_copies_that_are_not_made_are_not_planned_from_the_second_step_on(mem: s
     assert len(compiled.fxremat.plans) <= 3
 
 
-@pytest.mark.parametrize(("mem", "graphs"), [("100%", 1), ("65%", 2)])
-def test_only_another_program_is_captured_for(mem: str, graphs: int) -> None:
+@pytest.mark.parametrize("mem", ["100%", "65%"])
+def test_nothing_is_captured_again_for_them(mem: str) -> None:
     x, y = torch.randn(32, 8, 256), torch.randn(32, 8, 256)
     torch._dynamo.utils.counters.clear()
     compiled = fxremat.compile(Denoiser(), mem=mem, **FAST)
     for _ in range(4):
         as_traced(compiled(x), y).backward()
         compiled.zero_grad()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     first, last = compiled.fxremat.plans[0], compiled.plan
-    assert 0 <= first.peak_without_copies() - last.predicted_peak < 64 or graphs > 1, "but for numbers of the loss"
+    assert 0 <= first.peak_without_copies() - last.predicted_peak < 64 or mem == "65%", "but for numbers of the loss"
     assert last.predicted_peak < first.predicted_peak
 
 
