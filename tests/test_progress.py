@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fxremat
 from fxremat import __main__ as command_line
@@ -154,6 +154,27 @@ def test_the_log_names_the_sizes_and_the_third_of_them_is_warned_of(caplog: pyte
         for rows in (5, 6, 7, 8):
             fxremat.plan(Total(model), (torch.ones(rows, 4),), mem="100%", costs="estimate")
     assert many() == [said]
+
+
+class Adding(nn.Module):
+    """Adds up to two more inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, more: Tensor | None = None, most: Tensor | None = None) -> Tensor:
+        for other in (more, most):
+            x = self.layer(x) if other is None else self.layer(x + other)
+        return x.sum()
+
+
+def test_inputs_that_are_left_out_are_no_other_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    compiled, x = fxremat.compile(Adding(), mem="100%", costs="estimate"), torch.ones(5, 4)
+    for given in ({}, {"more": x}, {"most": x}, {"more": x, "most": x}):
+        compiled(x, **given).backward()
+    assert len(compiled.fxremat.plans) == 4
+    assert "combinations of input sizes" not in caplog.text
 
 
 def test_the_log_has_a_line_for_every_size_of_one_capture(caplog: pytest.LogCaptureFixture) -> None:

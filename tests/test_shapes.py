@@ -230,6 +230,20 @@ def test_a_smaller_last_batch_has_the_budget_of_the_others(dynamic: bool | None,
     assert len({*budgets}) == 1
 
 
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_sizes_that_came_before_a_larger_one_have_its_budget_from_then_on(dynamic: bool | None) -> None:
+    plain, compiled = compiled_stack(mem="60%", dynamic=dynamic)
+    recomputed, budgets = [], []
+    for count in (64, 64, 256, 64, 64):
+        x = {"x": rows(count)}
+        assert step(plain, x, compiled).differences(step(plain, x)) == []
+        recomputed.append(compiled.plan.program.recomputed > 0)
+        budgets.append(compiled.plan.budget)
+    assert recomputed == [True, True, True, False, False]
+    assert budgets[0] == budgets[1] < 0.4 * budgets[2]
+    assert budgets[3] == budgets[4] == budgets[2]
+
+
 class _Longer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -99,6 +99,11 @@ class PlansOfSizes:
         """The memory of a loss outside the model, as plans count it; None until it was measured."""
         return self._options.loss_seen
 
+    def grown(self, known: int) -> int:
+        """Return the bytes that the budget is now a percentage of, if that was of `known` bytes, and has grown; else 0.
+        """
+        return self._largest_call.grown(known) if self.in_percent else 0
+
     @property
     def in_percent(self) -> bool:
         """True if the budget is in percent."""

@@ -35,6 +35,9 @@ class Reference:
     of: str  # the sizes that have this peak, as text
 
 
+GROWN = 1.01  # calls are planned anew once budgets in percent are of more by this factor
+
+
 @dataclass
 class LargestCall:
     """The largest call of a model so far, among those that differ in their sizes alone; budgets in percent refer to it.
@@ -55,6 +58,10 @@ class LargestCall:
         if largest is None or not isinstance(budget, Percent) or largest.bytes * budget.of_keep_all / 100 < bytes + 1:
             return None
         return largest
+
+    def grown(self, known: int) -> int:
+        """Return the bytes of the largest call if they exceed `known` by more than 1 %; 0: they do not."""
+        return self.reference.bytes if self.reference and self.reference.bytes > GROWN * known else 0
 
     def or_larger(self, other: Reference) -> Reference:
         """Return the larger one of the largest call so far and another call."""

@@ -242,7 +242,9 @@ class Backend:
         self._divided_for = (-1, -1, -1)
         self._free = 0  # most bytes that the device had free when one of the plans for reserved bytes was made
         self._fixed = False  # True if each combination of input sizes is captured separately
-        self._called_with: set[str] = set()  # the combinations of input sizes that were planned for, as text
+        # the combinations of input sizes that were planned for, as text, each after what such calls are given
+        self._called_with: set[tuple[object, str]] = set()
+        self._given: object = None  # what the graph is given that is being compiled, whatever the sizes
         self.captured_again = 0  # number of captures for input sizes that had been planned for
         # indices of the inputs that the graph writes to which is being compiled, if it has no backward
         self._writes_alone = list[int]()
@@ -312,6 +314,7 @@ class Backend:
         self._names = [name and self.tied.get(name, name) for name in names]
         self._placeholders = placeholders
         kind = _without_sizes(module.graph)
+        self._given = tuple(each for each in kind if not isinstance(each, str))
         self._largest_call = self._largest_calls.setdefault(kind, LargestCall(among=self._largest_calls))
         self._outputs = self._of_callers.setdefault(kind, DroppedOutputs())
         gradients = self._gradients.of(kind)
@@ -742,6 +745,7 @@ class Backend:
         plan, captured = step.plan, step.captured
         if plan.graph is not captured.graph or len(captured.ranks.ranks) > 1:
             return False
+        self._largest_call = step.largest or self._largest_call
         captured = replace(captured, graph=captured.graph.dropping(step.outputs.places))
         return step.replan(*self._plan_fixed(captured, step.outputs))
 
@@ -858,8 +862,8 @@ class Backend:
         return self._fixed or self.options.may_change is not None
 
     def _warn_of_many(self, seconds: float) -> None:
-        """Warn once, after `MANY_SIZES` combinations of input sizes, what each further one will cost."""
-        if len(self._called_with) == MANY_SIZES:
+        """Warn, after `MANY_SIZES` combinations of sizes of the same inputs, what each further one will cost."""
+        if sum(given == self._given for given, _ in self._called_with) == MANY_SIZES:
             log.warning(
                 "this model was planned for %d combinations of input sizes one by one, the last in %.1f s; every new "
                 "one is captured and planned when it comes: %s",
@@ -920,6 +924,8 @@ class Backend:
                 raise Reached
             if isinstance(step, CalledGraph):
                 return run(arguments)
+            if isinstance(step, Fixed) and step.may_take_more():
+                self._use_more(step)
             self._last_step = step
             outputs = run(arguments)
             if step.plan is not None and (not self.plans or self.plans[-1] is not step.plan):
@@ -927,6 +933,12 @@ class Backend:
             return outputs
 
         return taking_a_list(forward)
+
+    def _use_more(self, step: Fixed) -> None:
+        """Plan a step anew if it recomputes, since its budget in percent has grown with a larger call."""
+        if _only_recomputes(step.plan) and step.plan.program.recomputed and self.coordinator is None:
+            with contextlib.suppress(BudgetTooSmall):  # then the plan stays
+                self._replans(step)
 
     def _put_last(self, plan: Plan) -> None:
         others = [each for each in self.plans if each is not plan]
@@ -981,9 +993,19 @@ class Backend:
             self._check_layouts(step)
             raise Reached(FixedStep(step, self.options))
         plan, step = self._plan_fixed(step, self._outputs)
+        if self.until is Until.RUN:
+            self._called_with.add((self._given, step.called_with))
         captured = replace(step, inputs=())  # inputs are not kept alive
         replaceable = _only_recomputes(plan) and self.weights is None and not communicates(plan.graph)
-        fixed = Fixed(plan, captured, self._outputs, self.weights, self._take_layouts, replaceable=replaceable)
+        fixed = Fixed(
+            plan,
+            captured,
+            self._outputs,
+            self.weights,
+            self._take_layouts,
+            largest=self._largest_call if isinstance(self.options.budget, Percent) else None,
+            replaceable=replaceable,
+        )
         fixed.captured_next = self._captured_next
         made[:] = [fixed]
         return fixed.contract()
@@ -1179,8 +1201,6 @@ class Backend:
         if self.options.tried:
             self.options = replace(self.options, tried=seen_before(self.options.tried))
         self._take_plan(plan)
-        if self.until is Until.RUN:
-            self._called_with.add(step.called_with)
         return plan, step
 
     def _as_percent_of_largest(self, step: Step) -> Step:
@@ -1312,7 +1332,7 @@ def _would_gain(plan: Plan, freed: int) -> bool:
     return plan.predicted_time > GAIN * plan.keep_all_time and freed > (GAIN - 1) * plan.budget
 
 
-def _without_sizes(graph: fx.Graph) -> object:
+def _without_sizes(graph: fx.Graph) -> tuple[object, ...]:
     """Return what a graph of dynamo calls, and with which kinds of tensors: equal for calls that differ in sizes."""
     found: list[object] = []
     for node in graph.nodes:

@@ -21,7 +21,7 @@ from torch import fx
 from fxremat.graphs.captured import Captured, lie_as_traced
 from fxremat.graphs.region import runnable
 from fxremat.ops.parameters import Weights
-from fxremat.planning.step import Step
+from fxremat.planning.step import LargestCall, Step
 from fxremat.plans import Plan
 from fxremat.runtime.contract import Contract
 from fxremat.runtime.dropped_outputs import DroppedOutputs
@@ -46,6 +46,7 @@ class Fixed:
         weights: those that the step updates itself, if any.
         take_layouts: told of this step, its plan, and whether gradients of the outputs lie as traced, whenever that or
             the plan changes.
+        largest: the call of which its budget is a percentage; None: the budget is in bytes.
         replaceable: whether another program may replace that of the plan; not if it does more than recompute.
     """
 
@@ -57,13 +58,22 @@ class Fixed:
         weights: Weights | None,
         take_layouts: Callable[[Fixed, Plan, bool], None],
         *,
+        largest: LargestCall | None,
         replaceable: bool,
     ) -> None:
         self.plan, self.captured, self.outputs = plan, captured, outputs
         self._weights, self._take_layouts = weights, take_layouts
         self.captured_next: Callable[[], bool] = lambda: False  # tells whether the next call captures it again
         self._told: tuple[bool, Plan] | None = None  # what `take_layouts` was told last
+        self.largest, self._percent_of = largest, 0
+        self.may_take_more()
         self._programs = _Programs.of(plan) if replaceable else None
+
+    def may_take_more(self) -> bool:
+        """Tell whether the budget is a percentage of more than when this was last asked, as a larger call has come."""
+        grown = self.largest.grown(self._percent_of) if self.largest else 0
+        self._percent_of = grown or self._percent_of
+        return bool(grown)
 
     @property
     def copies_nothing(self) -> bool:

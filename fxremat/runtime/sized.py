@@ -109,6 +109,7 @@ class Sized:
         self._orders: list[Order] = []  # programs by number; all are kept, since a backward may still need any of them
         self._number_of: dict[object, int] = {}
         self._chosen: dict[Dims, int] = {}  # sizes that tensors depend on -> number of the chosen program
+        self._percent_of = 0  # the bytes of which the budget was a percentage when these were chosen
         self.plan: Plan | None = None  # of the last forward; None if it was made before `KEPT` others
         self._plans_at: dict[Dims, Plan] = {}  # the last plans, by the sizes that tensors depend on
         self._emitted = EmittedPrograms(self._outputs, self._symbolic.tangent_names, AT_MOST)
@@ -131,6 +132,7 @@ class Sized:
         """
         dims = self._dims(arguments)
         shaping = self._graph.shaping_of(dims)
+        self._follow_largest()
         number = self._chosen.get(shaping)
         if number is None:
             number = self.choose(arguments)
@@ -197,6 +199,7 @@ class Sized:
             self._number_of[_key(order)] = len(self._orders)
             symbolic = replace(self._symbolic, dropped_outputs=order.layout.graph.dropped_outputs)
             self._orders.append(replace(order, layout=replace(order.layout, graph=symbolic)))
+        self._follow_largest()
         if len(self._chosen) >= MOST_SIZES:
             self._chosen.clear()
         number = self._chosen[self._graph.shaping_of(dims)] = self._number_of[_key(order)]
@@ -206,6 +209,12 @@ class Sized:
         self._emitted.never_overwriting(plan.costs.fresh)
         self._on_plan(plan)
         return number
+
+    def _follow_largest(self) -> None:
+        """Plan all sizes anew, when they come, if a budget in percent is of more now, since a larger call came."""
+        if grown := self._plans.grown(self._percent_of):
+            self._percent_of = grown
+            self._chosen.clear()
 
     def plan_anew(self, options: Options) -> None:
         """Plan with these options at the next call of each combination of sizes; backwards that wait stay as they are.
