@@ -91,6 +91,7 @@ class Fixed:
         if differs and (self._programs is None or not self._programs.take(program, fresh)):
             return False
         self.plan, self.captured = plan, captured
+        self.may_take_more()  # it does now
         return True
 
     def forward_of(self, graph: fx.GraphModule) -> Callable[..., Any]:
