@@ -1,8 +1,9 @@
 """Tells which attributes of a model change from call to call, so that each call is captured and planned again.
 
 dynamo compares Python values that a model reads with those of the captured call. Integers become inputs of the graph
-once they have changed, but not where sizes are fixed; flags and texts never do, nor lengths of containers. A list, dict
-or set that grows is left to Python, where the model may be several graphs.
+once they have changed, but not where sizes are fixed; so do other numbers, unless an op needs them as they are, such as
+the probability of a dropout; flags and texts never do, nor lengths of containers. A list, dict or set that grows is
+left to Python, where the model may be several graphs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ MANY_CAPTURES = 3  # so many captures for known input sizes, each with another v
 CHANGING = (
     "%s is captured and planned again at each call, since %s of it has another value each time: keep what the model "
     "counts in a buffer (a tensor), and what it collects outside of its forward%s"
+)
+ANNEALED = (
+    "%s is captured and planned again at each call, since %s of it has another value each time, and an op needs it as "
+    "a fixed number, as a dropout its probability: change it less often, once an epoch for instance, or use a tensor"
 )
 MOST_CALLS = 12  # so many calls that capture for known input sizes are told once, whatever changed
 AGAIN = (
@@ -52,7 +57,7 @@ class ChangingAttributes:
         """
         if captures == self.captures:
             return
-        kinds = (bool, str, int, float) if fixed else (bool, str)
+        kinds = (bool, str, int, float) if fixed else (bool, str, float)
         first = not self.captures
         self.captures, before, self._values = captures, self._values, _values_of(model, kinds)
         lengths, self._lengths = self._lengths, {name: len(held) for name, held in _containers_of(model)}
@@ -60,12 +65,18 @@ class ChangingAttributes:
             self.calls += 1
             self._changed.update(name for name, value in self._values.items() if before.get(name) != value)
             self._grown.update(name for name, length in self._lengths.items() if lengths.get(name, length) < length)
-        many = _often(self._changed) + [f"len({name})" for name in _often(self._grown) if whole]
+        changed = _often(self._changed)
+        floats = [name for name in changed if not fixed and type(self._values.get(name)) is float]
+        many = [name for name in changed if name not in floats]
+        many += [f"len({name})" for name in _often(self._grown) if whole]
         if self._told:
             return
         if many:
             self._told = True
             log.warning(CHANGING, type(model).__name__, ", ".join(many), FIXED if fixed else "")
+        elif floats:  # if anything else changes, these may be inputs of the graph
+            self._told = True
+            log.warning(ANNEALED, type(model).__name__, ", ".join(floats))
         elif self.calls >= MOST_CALLS:
             self._told = True
             log.warning(AGAIN, type(model).__name__, self.calls)

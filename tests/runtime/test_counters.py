@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxremat
@@ -131,6 +132,25 @@ def test_a_text_that_changes_is_named(caplog: pytest.LogCaptureFixture) -> None:
             compiled.phase = f"phase {step}"
             compiled(x).backward()
     assert "since phase of it has another value each time" in caplog.text
+
+
+@pytest.mark.parametrize("is_read_by_an_op", [True, False])
+def test_a_number_that_an_op_needs_as_it_is_is_named(is_read_by_an_op: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """As the probability of a dropout; one that is multiplied with becomes an input of the graph."""
+
+    class Annealed(Counting):
+        rate = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss = super().forward(x)
+            return loss + (F.dropout(x, self.rate).sum() if is_read_by_an_op else self.rate * x.sum())
+
+    compiled, x = fxremat.compile(Annealed(), mem="100%", **FAST), torch.randn(16, 32)
+    with caplog.at_level(logging.WARNING, logger="fxremat"):
+        for step in range(6):
+            compiled.rate = 0.1 + 0.1 * step
+            compiled(x).backward()
+    assert ("since rate of it has another value each time, and an op needs it" in caplog.text) == is_read_by_an_op
 
 
 class Noting(Counting):
