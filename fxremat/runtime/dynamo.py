@@ -522,10 +522,8 @@ class Backend:
         early, fixed = max(seen.early, loss.early), max(seen.fixed, loss.fixed)
         seen = replace(seen, early=early, fixed=fixed, left_out=loss.left_out, as_traced=seen.as_traced or traced)
         if not (more or less or drops):
-            is_new = known is None or known.is_guess_at(loss.assumed)
-            if is_new and free and loss.exact and self.options.loss_outside.size is None:
-                # a smaller loss in a later step is not the first one
-                self.options = replace(self.options, loss_seen=seen)
+            if free and loss.exact and self.options.loss_outside.size is None:
+                self.options = replace(self.options, loss_seen=seen)  # for plans of other sizes, or for other reasons
             return
         aside = planned + (known.early if known else 0)
         (now, before), better = map(format_bytes, (took, aside)), enough(took)

@@ -540,3 +540,32 @@ def test_a_loss_that_was_expected_too_large_at_the_second_size_is_planned_for_an
     (*_, first, later, third), found = causal_steps(compiled, [(8, 8), (8, 8), (64, 8), (64, 8), (256, 8)], 1)
     assert first > 1.1 * later
     assert found <= third <= 1.001 * found
+
+
+class Attending(nn.Module):
+    """Returns rows, and for each layer how they attend to each other, which grows with their square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.ModuleList(nn.MultiheadAttention(64, 4, 0.1, batch_first=True) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        maps = []
+        for attend, layer in zip(self.attend, self.layers, strict=True):
+            y, weights = attend(x, x, x, need_weights=True)
+            x = F.layer_norm(x + y, (64,))
+            x = F.layer_norm(x + layer(x), (64,))
+            maps.append(weights)
+        return x, maps
+
+
+def test_a_loss_at_another_length_is_known_for_other_plans_though_its_own_stays() -> None:
+    """At the largest length the peak is in the backward."""
+    compiled: Any = fxremat.compile(Attending(), mem="min", **FAST)
+    for length in (32, 32, 48, 128, 192):
+        rows, maps = compiled(torch.randn(4, length, 64))
+        (rows.square().mean() + 0.1 * sum((w * (w + 1e-9).log()).sum(-1).mean() for w in maps)).backward()
+        compiled.zero_grad()
+    seen = compiled._fxremat.backend.options.loss_seen
+    assert len(seen.peaks) == 4
