@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -139,7 +139,13 @@ def tier_of(options: Options, device: torch.device) -> HostTier | None:
 
 
 def programs_of(
-    step: Step, costs: Costs, options: Options, tier: HostTier | None = None, *, resizable: bool = False
+    step: Step,
+    costs: Costs,
+    options: Options,
+    tier: HostTier | None = None,
+    *,
+    resizable: bool = False,
+    order_of: Callable[[Captured], Callable[[], Sequence[int]] | None] = lambda _: None,
 ) -> tuple[Sequence[CallProgram], CallProgram]:
     """Return the programs of a graph, fastest first, and the one of single ops that recomputes nothing.
 
@@ -150,6 +156,7 @@ def programs_of(
         costs: the costs of the graph's ops.
         tier: the storage on the host to which programs may copy activations; None: they may not.
         resizable: True if the graph is to run at other sizes too, as only single ops can.
+        order_of: returns a function for the order in which the ops of a rewritten graph are measured: see `facts_of`.
     """
     alone = _of_single_ops(step.graph, costs, options, tier)
     keep_all = alone[0]
@@ -160,7 +167,7 @@ def programs_of(
         required = any(node.target in ALWAYS_COMPILED for node in step.graph.nodes)
         alone = () if required else alone
     else:
-        others = list(_rewritten(step, options, keep_all, tier))
+        others = list(_rewritten(step, options, keep_all, tier, order_of))
     return (tuple(thinned(unbeaten([*alone, *others]))) if others else alone), keep_all
 
 
@@ -204,13 +211,17 @@ def _another(graph: Captured, base: Captured, costs: Costs) -> Another:
 
 
 def _rewritten(
-    step: Step, options: Options, keep_all: CallProgram, tier: HostTier | None
+    step: Step,
+    options: Options,
+    keep_all: CallProgram,
+    tier: HostTier | None,
+    order_of: Callable[[Captured], Callable[[], Sequence[int]] | None],
 ) -> Iterator[CallProgram]:
     """Yield the programs of the graph with its largest ops in slices, in a few ways, and with what it saves packed."""
     peak = max(keep_all.forward, keep_all.backward)
     sliced = (found.joint for found in ways_to_slice(step.graph, peak, options))
     for graph in (*sliced, *ways_to_pack(step.graph, peak, options)):
-        costs = facts_of(replace(step, graph=graph), options)
+        costs = facts_of(replace(step, graph=graph), options, order_of(graph))
         as_traced, copies = apart_from_copies(graph, costs)
         another, host = _another(graph, step.graph, costs), _Host.of(graph, tier, options)
         effort, once = SHARE * options.search.seconds, run_once(graph, options.wishes)

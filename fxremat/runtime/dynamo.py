@@ -1059,7 +1059,8 @@ class Backend:
             if self.options.compiles and graph is None:
                 costs = as_in_a_step(step, costs)
             tier = tier_of(self.options, device_of(joint))
-            programs, keep_all = programs_of(step, costs, self.options, tier, resizable=graph is not None)
+            sized, order_of = graph is not None, coordinator.order_of
+            programs, keep_all = programs_of(step, costs, self.options, tier, resizable=sized, order_of=order_of)
         may_run_again = not wished(joint, self.options.wishes)
         name, search = tier.name if tier else "", None
         if graph is not None and not coordinator.plans.keeps_all:
