@@ -380,7 +380,8 @@ class PathPlans:
     def number(self, node: Node, at: SizedPrograms, saved: int, hosted: int = 0) -> int:
         """Return the index of the program that a call is to run: the planned one, else the one that saves least.
 
-        Where that one does not even fit alone, it is the one with the lowest peak of forward and backward.
+        Where that one does not even fit alone, or the budget is not known yet, it is the one with the lowest peak of
+        forward and backward.
 
         Args:
             at: the graph's programs at the input sizes of the call.
@@ -403,7 +404,9 @@ class PathPlans:
             return max(node.before + program.forward, back)
 
         least = least_of(at.programs)
-        if self.mem is None or peak(least) <= self.mem:
+        if self.mem is None:  # a later call lets go of what this one saves
+            return min(at.programs, key=peak) if node.graph and node.graph.runs_again else least
+        if peak(least) <= self.mem:
             return least
         lowest = min(at.programs, key=peak)
         if peak(lowest) <= self.mem or self.is_share:

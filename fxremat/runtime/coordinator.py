@@ -343,6 +343,10 @@ class Coordinator:
             node.assume(step.meter.level(), step.saved, step.calls[-1].node if step.calls else None)
             node.expected = self._gradients_before(step, primals)
         self._keep_values(step, node, [primals[place] for place in graph.overwritten])
+        if step.plans.mem is None:
+            for earlier in step.calls:
+                if earlier.can_let_go:
+                    earlier.let_go()
         number = step.plans.number(node, at, step.saved, step.hosted)
         self._make_room(step, node.before, at.programs[number].forward, node)
         random = GeneratorStates(devices_of(primals)) if graph.random else None
@@ -521,13 +525,13 @@ class Coordinator:
         return again - call.own < call.node.backward(call.program, added)
 
     def _run_again(self, call: Call, added: frozenset[int]) -> tuple[Emitted, list[Any]]:
-        """Run the forward of a graph call again, by the fastest program that fits now.
+        """Run the forward of a graph call again, by the fastest program that fits now, or that of the lowest peak.
 
         Return its graphs and saved tensors.
         """
         step, node, at, mem = call.step, call.node, call.at, call.step.plans.mem
         need, level = partial(_need_again, call, added), step.level(node.back)
-        fitting = (p for p in at.run_again if mem is None or level + need(p) <= mem)
+        fitting = (p for p in at.run_again if mem is not None and level + need(p) <= mem)
         program = next(fitting, None) or min(at.run_again, key=need)
         self._make_room(step, node.back, need(program), node, call)
         emitted = call.graph.emitted(at.programs.index(program))

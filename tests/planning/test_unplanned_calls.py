@@ -17,20 +17,20 @@ from fxremat.settings import Search
 from tests.search.test_paths import program
 
 
-def chosen(mem: int | str, known: int | None, gradients: int = 0) -> int:
+def chosen(mem: int | str, known: int | None, gradients: int = 0, *, runs_again: bool = True) -> int:
     """Return which of three programs runs in a call whose lowest peak is 50: it saves 10, the others nothing."""
     plans = PathPlans(options_of(mem=mem), "Model", "", torch.device("cpu"))
     if known is not None:
         plans.limit = plans.limit or SimpleNamespace(bytes=known)  # type: ignore[assignment]
     programs = [program(1, 10, 20, 40), program(2, 0, 15, 90), program(3, 0, 30, 80)]
     at: Any = SimpleNamespace(programs=programs, run_again=programs)
-    return plans.number(Node("graph", expected=gradients), at, 0)
+    return plans.number(Node(SimpleNamespace(runs_again=runs_again), expected=gradients), at, 0)
 
 
 @pytest.mark.parametrize(
     ("mem", "known", "expected"),
     [
-        ("min", None, 2),  # nothing is known: the one of the lowest peak among those that save nothing
+        ("min", None, 0),  # nothing is known: a later call lets it go
         ("min", 100, 2),
         ("min", 60, 0),  # it fits alone
         ("min", 30, 0),  # nothing fits, and the budget grows with what the step needs
@@ -39,6 +39,10 @@ def chosen(mem: int | str, known: int | None, gradients: int = 0) -> int:
 )
 def test_a_call_without_a_plan_needs_little(mem: int | str, known: int | None, expected: int) -> None:
     assert chosen(mem, known) == expected
+
+
+def test_a_call_that_cannot_run_again_saves_nothing_where_the_budget_is_not_known() -> None:
+    assert chosen("min", None, runs_again=False) == 2, "the one of the lowest peak among those that save nothing"
 
 
 @pytest.mark.parametrize(("gradients", "expected"), [(0, 2), (20, 2), (21, 0), (50, 0)])
