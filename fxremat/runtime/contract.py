@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+
+from fxremat.graphs.captured import Captured
 
 aten = torch.ops.aten
 
@@ -39,3 +42,38 @@ class Contract:
         if not isinstance(node, fx.Node):
             return node
         return self.nodes[node] if node in self.nodes else self.new(node.meta.get("val"), node.meta)
+
+
+def contract_of(
+    joint: Captured, inputs: Iterable[fx.Node], *, tensors: int, sizes: Sequence[fx.Node] = (), numbers: int = 0
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return two graphs, never run, from which AOTAutograd reads the inputs and outputs of forward and backward.
+
+    Args:
+        joint: the captured step.
+        inputs: those of the forward.
+        tensors: number of tensors that the forward saves.
+        sizes: symbolic sizes among the inputs, which it saves, too.
+        numbers: number of further symbolic numbers that it saves after these.
+    """
+    like = next(node.meta["val"] for node in joint.primals if isinstance(node.meta.get("val"), torch.Tensor))
+    with like.fake_mode:
+        empty = torch.empty(0)
+    number = sizes[0].meta["val"] if sizes else None
+    forward, backward = Contract(), Contract()
+    for node in inputs:
+        forward.take(node.name, node.meta, node)
+    outputs = [forward.made(node) for node in joint.forward_outputs]
+    saved = [forward.new(empty) for _ in range(tensors)]
+    counted = [forward.new(number) for _ in range(numbers)]
+    forward.graph.output((*outputs, *saved, *(forward.nodes[node] for node in sizes), *counted))
+    for node in sizes:
+        backward.take(node.name, node.meta, node)
+    for place in range(numbers):
+        backward.take(f"number_{place}", {"val": number})
+    for place in range(tensors):
+        backward.take(f"slot_{place}", {"val": empty})
+    for node in joint.tangent_nodes:
+        backward.take(node.name, node.meta, node)
+    backward.graph.output(tuple(backward.made(node) for node in joint.backward_outputs))
+    return fx.GraphModule({}, forward.graph), fx.GraphModule({}, backward.graph)

@@ -639,7 +639,7 @@ class Backend:
             sizes: those with which the step is planned next, with copies.
         """
         known = self.options.loss_seen
-        if not ran.copies_nothing or self._layouts_vary or (known is not None and known.as_traced):
+        if not ran.layouts.copies_nothing or self._layouts_vary or (known is not None and known.as_traced):
             return False
         without = replace(plan.sizes_without_copies(), outside=sizes.outside)
         if plan.peak_with(sizes) <= GAIN * plan.peak_with(without) and not self._is_of_less(plan, without):

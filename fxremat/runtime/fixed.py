@@ -13,19 +13,21 @@ between two calls without tracing anything, and the backwards of earlier calls r
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxremat.graphs.captured import Captured, lie_as_traced
+from fxremat.graphs.captured import Captured
 from fxremat.graphs.region import runnable
 from fxremat.ops.parameters import Weights
 from fxremat.planning.step import LargestCall, Step
 from fxremat.plans import Plan
-from fxremat.runtime.contract import Contract
+from fxremat.runtime.contract import contract_of
 from fxremat.runtime.dropped_outputs import DroppedOutputs
 from fxremat.runtime.emitted import Emitted, EmittedPrograms
+from fxremat.runtime.outer_layouts import OuterLayouts
 from fxremat.runtime.unused import Backward, unused_outputs, without
 from fxremat.step.program import Program
 from fxremat.step.step_graph import Origin
@@ -62,9 +64,8 @@ class Fixed:
         replaceable: bool,
     ) -> None:
         self.plan, self.captured, self.outputs = plan, captured, outputs
-        self._weights, self._take_layouts = weights, take_layouts
+        self._weights, self.layouts = weights, OuterLayouts(partial(take_layouts, self))
         self.captured_next: Callable[[], bool] = lambda: False  # tells whether the next call captures it again
-        self._told: tuple[bool, Plan] | None = None  # what `take_layouts` was told last
         self.largest, self._percent_of = largest, 0
         self.may_take_more()
         self._programs = _Programs.of(plan) if replaceable else None
@@ -74,11 +75,6 @@ class Fixed:
         grown = self.largest.grown(self._percent_of) if self.largest else 0
         self._percent_of = grown or self._percent_of
         return bool(grown)
-
-    @property
-    def copies_nothing(self) -> bool:
-        """True if gradients of the outputs lay as traced when they were last looked at."""
-        return self._told is not None and self._told[0]
 
     def contract(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return two graphs from which AOTAutograd reads the inputs and outputs of forward and backward."""
@@ -119,11 +115,8 @@ class Fixed:
             if weights is None and any_batched(arguments[-given:]):
                 return [_zeros(node) for node in outputs]  # a hook replaces them: see `double_backward`
             unused = unused_outputs()
-            as_traced = lie_as_traced(arguments[-given:], self.plan.captured)
-            is_new = self._told is None or self._told[0] != as_traced or self._told[1] is not self.plan
-            if is_new and not unused:  # instead of gradients that are missing there are zeros
-                self._told = as_traced, self.plan
-                self._take_layouts(self, self.plan, as_traced)
+            if not unused:  # instead of gradients that are missing there are zeros
+                self.layouts.look(self.plan, arguments[-given:])
             run = self._beside_others(backward_for(unused), "backward")
             if weights is None:
                 return without(run(arguments), needs, unused)
@@ -200,20 +193,7 @@ class _Programs:
 
     def contract(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return two graphs, never run, with the inputs and outputs of forward and backward."""
-        captured, forward, backward = self._captured, Contract(), Contract()
-        like = next(node.meta["val"] for node in captured.primals if isinstance(node.meta.get("val"), torch.Tensor))
-        with like.fake_mode:
-            empty = torch.empty(0)
-        for node in captured.primals:
-            forward.take(node.name, node.meta, node)
-        outputs = [forward.made(node) for node in captured.forward_outputs]
-        forward.graph.output((*outputs, *(forward.new(empty) for _ in range(1 + self._slots))))
-        for place in range(1 + self._slots):
-            backward.take(f"slot_{place}", {"val": empty})
-        for node in captured.tangent_nodes:
-            backward.take(node.name, node.meta, node)
-        backward.graph.output(tuple(backward.made(node) for node in captured.backward_outputs))
-        return fx.GraphModule({}, forward.graph), fx.GraphModule({}, backward.graph)
+        return contract_of(self._captured, self._captured.primals, tensors=1 + self._slots)
 
     def _add(self, program: Program, fresh: Set[int]) -> Emitted:
         self._all.append((program, fresh))

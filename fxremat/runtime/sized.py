@@ -17,22 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxremat.errors import FxrematError
-from fxremat.graphs.captured import Captured, lie_as_traced
+from fxremat.graphs.captured import Captured
 from fxremat.graphs.nodes import is_number
 from fxremat.graphs.symbolic import Dims, Numbers, SymbolicGraph
 from fxremat.options import Options
 from fxremat.planning.sizes import PlansOfSizes
 from fxremat.plans import Plan
-from fxremat.runtime.contract import Contract
+from fxremat.runtime.contract import contract_of
 from fxremat.runtime.dropped_outputs import DroppedOutputs
 from fxremat.runtime.emitted import Emitted, EmittedPrograms
+from fxremat.runtime.outer_layouts import OuterLayouts
 from fxremat.runtime.unused import unused_outputs, without
 from fxremat.search.candidate import Candidate
 from fxremat.step.program import Order
@@ -102,8 +103,7 @@ class Sized:
         self._graph, self._plans = graph, plans
         self._as_called, self._described, self._on_plan = as_called, described, on_plan
         self.outputs, self._symbolic = outputs, plans.symbolic
-        self._take_layouts, self._plan_with = take_layouts, plan_with
-        self._told: tuple[bool, Plan] | None = None  # what that was called with last
+        self.layouts, self._plan_with = OuterLayouts(partial(take_layouts, self)), plan_with
         self._outputs = len(self._symbolic.forward_outputs)
         self._slots = _Slots.of(self._symbolic)
         self._orders: list[Order] = []  # programs by number; all are kept, since a backward may still need any of them
@@ -161,10 +161,7 @@ class Sized:
         dims = tuple(int(argument) for argument in arguments[:count])
         plan = self._plans_at.get(self._graph.shaping_of(dims))
         if plan is not None and not unused:  # instead of gradients that are missing there are zeros
-            as_traced = lie_as_traced(arguments[-len(self._symbolic.tangents) :], plan.captured)
-            if self._told is None or self._told[0] != as_traced or self._told[1] is not plan:
-                self._told = as_traced, plan
-                self._take_layouts(self, plan, as_traced)
+            self.layouts.look(plan, arguments[-len(self._symbolic.tangents) :])
         program, numbers = self._program(int(arguments[count])), self._numbers(dims)
         tensors = count + 1 + self._slots.numbers
         given = [numbers.of(size) for size in program.backward_sizes]
@@ -223,37 +220,12 @@ class Sized:
         self._plans.drop(self.outputs.places)
         self._chosen.clear()
 
-    @property
-    def copies_nothing(self) -> bool:
-        """True if gradients of the outputs lay as traced when they were last looked at."""
-        return self._told is not None and self._told[0]
-
     def contract(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return two graphs, never run, from which AOTAutograd reads the inputs and outputs of forward and backward."""
-        joint, sizes = self._symbolic, self._graph.inputs
-        like = next(node.meta["val"] for node in joint.primals if isinstance(node.meta.get("val"), torch.Tensor))
-        with like.fake_mode:
-            empty = torch.empty(0)
-        number = sizes[0].meta["val"]
-        placeholders = [node for node in self._graph.module.graph.nodes if node.op == "placeholder"]
-        forward, backward = Contract(), Contract()
-        for node in placeholders:
-            if node not in joint.tangent_nodes:
-                forward.take(node.name, node.meta, node)
-        outputs = [forward.made(node) for node in joint.forward_outputs]
-        saved = [forward.new(empty) for _ in range(self._slots.tensors)]
-        numbers = [forward.new(number) for _ in range(1 + self._slots.numbers)]
-        forward.graph.output((*outputs, *saved, *(forward.nodes[node] for node in sizes), *numbers))
-        for node in sizes:
-            backward.take(node.name, node.meta, node)
-        for place in range(1 + self._slots.numbers):
-            backward.take(f"number_{place}", {"val": number})
-        for place in range(self._slots.tensors):
-            backward.take(f"slot_{place}", {"val": empty})
-        for node in joint.tangent_nodes:
-            backward.take(node.name, node.meta, node)
-        backward.graph.output(tuple(backward.made(node) for node in joint.backward_outputs))
-        return fx.GraphModule({}, forward.graph), fx.GraphModule({}, backward.graph)
+        placeholders = self._graph.module.graph.find_nodes(op="placeholder")
+        given = [node for node in placeholders if node not in self._symbolic.tangent_nodes]
+        slots, sizes = self._slots, self._graph.inputs
+        return contract_of(self._symbolic, given, tensors=slots.tensors, sizes=sizes, numbers=1 + slots.numbers)
 
     def _dims(self, arguments: Sequence[Any]) -> Dims:
         return tuple(int(arguments[place]) for place in self._graph.places)
