@@ -133,7 +133,7 @@ def test_nothing_of_an_old_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Head(Deep):
-    """The same before logits, whose loss is outside."""
+    """Returns the last layer's result, whose loss is outside."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -136,7 +136,7 @@ def test_a_text_that_changes_is_named(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("is_read_by_an_op", [True, False])
 def test_a_number_that_an_op_needs_as_it_is_is_named(is_read_by_an_op: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """As the probability of a dropout; one that is multiplied with becomes an input of the graph."""
+    """Change the probability of a dropout, and a factor, which becomes an input of the graph."""
 
     class Annealed(Counting):
         rate = 0.0

@@ -685,7 +685,7 @@ def test_a_percentage_of_a_smaller_loss_that_nothing_fits_into() -> None:
 
 
 class _Logits(_Classifier):
-    """The same before 512 logits, whose loss takes most of the memory."""
+    """Computes 512 logits from what the layers return; their loss takes most of the memory."""
 
     def __init__(self) -> None:
         super().__init__()
