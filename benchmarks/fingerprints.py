@@ -46,6 +46,7 @@ def main() -> None:
         everything = fxremat.plan(model, batch, mem=MUCH, **options)
         budget = everything.minimum + int(share * (everything.keep_all_peak - everything.minimum))
         plan = fxremat.plan(model, batch, mem=budget, **options)
+        assert isinstance(plan, fxremat.Plan)
         found[name] = digest(plan)
         print(name, found[name], file=sys.stderr, flush=True)
     json.dump(found, sys.stdout, indent=1)

@@ -124,6 +124,7 @@ class _Clock:
 
         with self.timing():
             plan = fxremat.plan(model, batch, search=Search(progress=False), **options)
+        assert isinstance(plan, fxremat.Plan)
         self.ops = len(plan.graph.ops)
 
 
@@ -142,6 +143,7 @@ def _another_budget(clock: _Clock) -> None:
     import fxremat
 
     plan = fxremat.plan(*_gpt(), mem="45%", search=Search(progress=False))
+    assert isinstance(plan, fxremat.Plan)
     with clock.timing():
         clock.ops = len(plan.within("50%").graph.ops)
 
@@ -211,6 +213,7 @@ def _gap(name: str) -> dict[str, float]:
 
     case = models.get(name)
     plan = fxremat.plan(case.model(), case.batch(), mem="50%")
+    assert isinstance(plan, fxremat.Plan)
     return {"gap": plan.predicted_time / plan.lower_bound}
 
 

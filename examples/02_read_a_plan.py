@@ -61,7 +61,7 @@ def main() -> None:
     torch.manual_seed(0)
     images, labels = torch.randn(16, 3, 64, 64), torch.randint(10, (16,))
 
-    plan = fxremat.plan(ResNet(), (images, labels), mem="65%")  # looks, and does not run the model
+    plan = fxremat.capture(ResNet(), (images, labels)).plan("65%")  # looks, and does not run the model
     print(plan)
 
     print("\n--- a schedule is text, and text is a schedule")

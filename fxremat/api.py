@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -19,18 +20,23 @@ from torch.utils import _pytree as pytree
 
 from fxremat.compilers.planning import pass_options, pipeline_of, step_of
 from fxremat.compilers.reading import NO_MARKS, is_marked, read_given
+from fxremat.cost.device_memory import bytes_of_inputs, memory_of
 from fxremat.cost.devices import Device
 from fxremat.errors import BudgetTooSmall, CaptureError, FxrematError
 from fxremat.options import CompileOptions, Options, PlanOptions, options_of
+from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.planning.captured_step import CapturedStep
+from fxremat.planning.limits import stated
 from fxremat.planning.numbered import NumberedStep
 from fxremat.plans import Plan
 from fxremat.profiles import Profile, profile_of
-from fxremat.runtime.module import Rematerialized, captured, drop_in, plan_now
+from fxremat.runtime.module import Rematerialized, captured, drop_in, plan_now, planned_by_running
 from fxremat.runtime.shapes_alone import Call, refuse_without_data, with_fakes
 from fxremat.runtime.target_casts import casts_of
 from fxremat.settings import Loss, Search
 from fxremat.step.step_graph import StepGraph
+from fxremat.torch_private import has_data
+from fxremat.units import Auto
 from fxremat.what_if import Comparison, Devices, compared
 
 
@@ -99,12 +105,16 @@ def plan(
     mem: int | str | None = None,
     solver: str = "auto",
     **options: Unpack[PlanOptions],
-) -> Plan:
+) -> Plan | PlanOfGraphs:
     """Return the plan that `compile` would make for these inputs; the model is neither run nor changed.
 
     Arguments and errors are those of `compile`. With costs="estimate", or for a device that this machine lacks
     (costs="H200"; docs/what-if.md tells what is assumed of it), single ops do not run either. The model's
     parameters and buffers, and the inputs, may then be meta tensors or fake tensors.
+
+    Only a run shows which graphs a model consists of that is not one (docs/graphs.md): a few steps of it run where it
+    is, after which buffers, gradients and random generators are as before. A warning in the log says so, and the plan
+    is a `PlanOfGraphs`. Without data, or with fullgraph=True, it is a `CaptureError`.
     """
     return _plan(_checked(model), _split(example_inputs), mem=mem, solver=solver, **options)
 
@@ -134,7 +144,7 @@ def compare(
     if "costs" in options:
         raise FxrematError("compare estimates for its devices; leave costs out")
     search = options.pop("search", Search())
-    plan_for = partial(_plan, _checked(model), _split(example_inputs), solver=solver, **options)
+    plan_for = partial(_plan_of_one, _checked(model), _split(example_inputs), solver=solver, **options)
     return compared(devices, mem, plan_for, search)
 
 
@@ -211,13 +221,43 @@ def profile(
         CaptureError: the model is not one graph; the message names the line.
     """
     call = _split(example_inputs)
-    plan = _plan(
+    plan = _plan_of_one(
         _checked(model), call, mem="100%", dynamic=False, costs=costs, loss=loss, search=search or Search()
     )
     return profile_of(plan)
 
 
-def _plan(model: nn.Module, call: Call, **options: Any) -> Plan:
+def _plan(model: nn.Module, call: Call, **options: Any) -> Plan | PlanOfGraphs:
+    settings = options_of(**options)
+    try:
+        return _plan_of_one(model, call, **options)
+    except CaptureError as error:
+        one_graph = settings.fullgraph or settings.needs_one_graph or settings.hosts_weights
+        if one_graph or not all(has_data(x) for x in _tensors(model, call)):
+            raise
+        refused = error
+    if (plan := _plan_of_several(model, call, settings)) is None:
+        raise refused
+    return plan
+
+
+def _plan_of_several(model: nn.Module, call: Call, settings: Options) -> PlanOfGraphs | None:
+    """Run a model of several graphs, and return its plan; None if no part of it could be captured."""
+    elsewhere, memory = _elsewhere(model, call, settings), None
+    if settings.device is not None:
+        inputs = bytes_of_inputs(pytree.tree_leaves(call), settings.device)
+        memory = memory_of(model, inputs, settings.device, settings.optimizer)
+    if is_auto := memory is not None and isinstance(settings.budget, Auto):
+        settings = replace(settings, mem=max(1, stated(memory).auto))
+    try:
+        with casts_of(elsewhere) if elsewhere else contextlib.nullcontext():
+            found = planned_by_running(model, settings, *call)
+    except BudgetTooSmall as error:
+        raise error.explained(note=memory.shortage(error.minimum)) if memory and is_auto else error from None
+    return found and replace(found, on_device=memory)
+
+
+def _plan_of_one(model: nn.Module, call: Call, **options: Any) -> Plan:
     settings = options_of(**options)
     try:
         with with_fakes(model, call, settings) as inputs:
@@ -236,15 +276,20 @@ def _plan(model: nn.Module, call: Call, **options: Any) -> Plan:
 
 
 def _capture(model: nn.Module, call: Call, settings: Options) -> CapturedStep:
-    elsewhere = settings.device if settings.device is not None and _on_cpu(model, call) else None
+    elsewhere = _elsewhere(model, call, settings)
     with casts_of(elsewhere) if elsewhere else contextlib.nullcontext():
         return captured(drop_in(model, settings, settings.device), *call)
 
 
-def _on_cpu(model: nn.Module, call: Call) -> bool:
-    """Tell whether all tensors of a model and its inputs are on the CPU."""
-    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)]
-    return all(tensor.device.type == "cpu" for tensor in tensors if isinstance(tensor, torch.Tensor))
+def _elsewhere(model: nn.Module, call: Call, settings: Options) -> Device | None:
+    """Return the device that the user named, if all tensors of a model and its inputs are on the CPU; else None."""
+    return settings.device if all(tensor.device.type == "cpu" for tensor in _tensors(model, call)) else None
+
+
+def _tensors(model: nn.Module, call: Call) -> list[torch.Tensor]:
+    """Return the tensors of a model and its inputs."""
+    every = (*model.parameters(), *model.buffers(), *pytree.tree_leaves(call))
+    return [tensor for tensor in every if isinstance(tensor, torch.Tensor)]
 
 
 def _checked(model: object) -> nn.Module:

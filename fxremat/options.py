@@ -443,7 +443,7 @@ class Options:
             return 'count="reserved"'
         if self.compress:
             return f"compress={self.compress!r}"
-        return "" if self.measures else "an estimate"
+        return ""
 
     @property
     def plans_for_retaining(self) -> bool:

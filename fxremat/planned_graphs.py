@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Self
 
+from fxremat.cost.device_memory import DeviceMemory
 from fxremat.search.call_programs import CallProgram
 from fxremat.search.paths import Node, Path
 from fxremat.step.step_graph import StepGraph
@@ -90,6 +91,9 @@ class PlannedGraphs:
     calls: tuple[PlannedCall, ...]
     paths: tuple[KnownPath, ...]
     weights: int = 0  # bytes of parameters that live on the host
+    estimated: str = ""  # what times and workspaces are estimated for, if they were not measured
+    # the memory of everything else on a device that the user named to plan for; None: the user named none
+    on_device: DeviceMemory | None = None
 
     @classmethod
     def of(
@@ -107,6 +111,7 @@ class PlannedGraphs:
         paths: tuple[KnownPath, ...],
         weights: int = 0,
         updates: int = 0,
+        estimated: str = "",
     ) -> Self:
         """Return the plan of a path; `names` and `graphs` are those of its calls.
 
@@ -138,6 +143,7 @@ class PlannedGraphs:
             calls=calls,
             paths=paths,
             weights=weights,
+            estimated=estimated,
         )
 
     @property
@@ -193,22 +199,29 @@ class PlannedGraphs:
     def _counted(self) -> str:
         return f"{format_count(self.graphs, 'graph')}, {format_count(len(self.calls), 'call')} a step"
 
-    def describe(self) -> str:
-        """Return the plan as text of at most 100 columns."""
-        return "\n".join(self._lines())
+    def describe(self, *, full: bool = False) -> str:
+        """Return the plan as text of at most 100 columns; `full` adds the calls that do not fit on a page.
 
-    def _lines(self) -> Iterator[str]:
+        If the user named a device and its memory size is known, the last lines tell whether the step fits there.
+        """
+        return "\n".join(self._lines(len(self.calls) if full else _MOST))
+
+    def _lines(self, most: int) -> Iterator[str]:
         yield f"fxremat plan of {self.model}, {self._counted}"
         for name, figure in self.facts:
-            yield from textwrap.wrap(
-                figure, _WIDTH, initial_indent=f"{name:{_INDENT}}", subsequent_indent=" " * _INDENT
-            )
+            yield from _wrapped(name, figure)
         yield ""
         yield f"{'modules':{_NAME}}{'calls':>{_COUNT}}{'saved each':>14}{'runs again each':>20}"
-        for row in self.rows[:_MOST]:
+        for row in self.rows[:most]:
             yield _row(row)
-        if len(self.rows) > _MOST:
-            yield f"and {sum(map(len, self.rows[_MOST:]))} calls more"
+        if len(self.rows) > most:
+            yield f"and {sum(map(len, self.rows[most:]))} calls more"
+        if self.on_device and self.on_device.device.memory is not None:
+            yield from ("", str(self.on_device.device))
+            for name, figure in self.on_device.facts(
+                budget=self.budget, peak=self.predicted_peak, least=self.minimum
+            ):
+                yield from _wrapped(name, figure)
 
     @property
     def rows(self) -> list[list[PlannedCall]]:
@@ -229,6 +242,8 @@ class PlannedGraphs:
         yield "budget", format_bytes(self.budget)
         yield "predicted peak", f"{format_bytes(self.predicted_peak)}, {spared} less than keeping everything"
         yield "predicted time", f"{format_seconds(self.predicted_time)} in graphs, {slower:.3f}x of keeping everything"
+        if self.estimated:
+            yield "estimated", f"times and workspaces, {self.estimated}"
         of_all = ", for all known paths" if len(self.paths) > 1 else ""
         yield "least budget", f"{format_bytes(self.minimum)}{of_all}"
         yield "between graphs", f"{before} at most when a call begins: inputs, outputs, and ops that stay Python"
@@ -244,6 +259,10 @@ class PlannedGraphs:
             shown = [f"{format_count(path.calls, 'call')} in {path.share:.0%}" for path in self.paths[:_PATHS]]
             more = ["..."] if len(self.paths) > _PATHS else []
             yield "paths", f"{len(self.paths)} are known: {', '.join([*shown, *more])}"
+
+
+def _wrapped(name: str, figure: str) -> list[str]:
+    return textwrap.wrap(figure, _WIDTH, initial_indent=f"{name:{_INDENT}}", subsequent_indent=" " * _INDENT)
 
 
 def _row(calls: Sequence[PlannedCall]) -> str:

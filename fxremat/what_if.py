@@ -23,6 +23,7 @@ from fxremat.budget import AUTO_MARGIN
 from fxremat.cost.device_memory import DeviceMemory
 from fxremat.cost.devices import Device
 from fxremat.errors import BudgetTooSmall, FxrematError
+from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.plans import Plan
 from fxremat.runtime.target_kernels import captured_alike
 from fxremat.runtime.varying import positional
@@ -241,7 +242,7 @@ def largest_on(device: Device | None, plans: PlansOfSize, mem: int | str, limit:
     """
     auto = isinstance(parse_budget(mem), Auto)
 
-    def needed(plan: Plan, least: int) -> int:
+    def needed(plan: Plan | PlanOfGraphs, least: int) -> int:
         memory = plan.on_device
         return memory.total - memory.left(least) if auto and memory else least
 
@@ -254,7 +255,8 @@ def largest_on(device: Device | None, plans: PlansOfSize, mem: int | str, limit:
     def exactly(size: int) -> int:
         """Return the bytes needed at a size, after a search for plans at this size."""
         plan = plans.at(device, size)
-        return needed(plan, plan.step.least() if plan.sizes and plan.step else plan.minimum)
+        known = isinstance(plan, Plan) and plan.sizes and plan.step
+        return needed(plan, known.least() if known else plan.minimum)
 
     budget = device.memory - int(AUTO_MARGIN * device.memory) if auto and device and device.memory else parse_bytes(mem)
     near = _guess(roughly, budget, limit)
@@ -287,13 +289,13 @@ class PlansOfSize:
         plan_for: plans these for a device, within a budget.
     """
 
-    def __init__(self, make: Make, plan_for: Callable[..., Plan]) -> None:
+    def __init__(self, make: Make, plan_for: Callable[..., Plan | PlanOfGraphs]) -> None:
         self._make, self._plan_for = make, plan_for
         self._sizes = sizes_that_change(make)
         self._captured: dict[Device | None, Plan | None] = {}  # None: the sizes cannot be symbolic for this device
-        self._fixed: dict[tuple[Device | None, int], Plan] = {}
+        self._fixed: dict[tuple[Device | None, int], Plan | PlanOfGraphs] = {}
 
-    def at(self, device: Device | None, size: int) -> Plan:
+    def at(self, device: Device | None, size: int) -> Plan | PlanOfGraphs:
         """Return the plan without recomputation at a size for a device; None: the device that the model is on."""
         captured = self._of_all_sizes(device) if size > 1 else None
         if captured is not None and captured.step is not None and self._sizes is not None:
@@ -322,7 +324,7 @@ class PlansOfSize:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # ignores the warning that sizes are fixed after all
             plan = self._plan_for(*self._make(2), mem=EVERYTHING, dynamic=expected, **_costs(device))
-        return plan if plan.sizes else None
+        return plan if isinstance(plan, Plan) and plan.sizes else None
 
 
 def _costs(device: Device | None) -> dict[str, Device]:

@@ -195,10 +195,12 @@ class Lost(nn.Module):
 def test_a_step_that_gives_no_gradient_at_all_is_refused() -> None:
     x = torch.ones(4, 8)
     with pytest.raises(CaptureError, match="has no backward: none of the model's parameters") as error:
-        planned(Lost(gain=False), x)
+        planned(Lost(gain=False), x, fullgraph=True)
     assert "\n" not in str(error.value)
     with pytest.raises(CaptureError, match="has no backward"):
-        fxremat.compile(Lost(gain=False), "1GiB", search=Search(seconds=0), costs="estimate")(x)
+        fxremat.compile(Lost(gain=False), "1GiB", search=Search(seconds=0), costs="estimate", fullgraph=True)(x)
+    with pytest.raises(CaptureError, match="has no backward"):
+        planned(on_meta(lambda: Lost(gain=False)), x)
     assert planned(Lost(gain=True), x).captured.backward_outputs.count(None) == 5
 
 

@@ -78,4 +78,6 @@ def _measure(name: str, size: GpuSize) -> Row:
 
 
 def _estimated(model: torch.nn.Module, batch: tuple[torch.Tensor, ...], mem: str) -> fxremat.Plan:
-    return fxremat.plan(model, batch, mem=mem, costs=card(), search=Search(progress=False))
+    plan = fxremat.plan(model, batch, mem=mem, costs=card(), search=Search(progress=False))
+    assert isinstance(plan, fxremat.Plan)
+    return plan

@@ -217,8 +217,32 @@ def divided(
         hosted: the optimizer's parameters and state are part of the step, which moves them from and to the host.
         untrained: names of parameters that get no gradient, though they could.
     """
-    block = device.torch_device
-    rounding = partial(rounded, device=block)
+    memory = replace(
+        memory_of(model, inputs, device, optimizer, hosted=hosted, untrained=untrained),
+        device=replace(device, name="device_mem", memory=total),
+        apart=math.ceil(total - (total - CONTEXT) / (1 + AUTO_MARGIN)) if device.cuda else 0,
+    )
+    # a division keeps neither the model nor the optimizer alive
+    its = optimizer if isinstance(optimizer, str | None) else weakref.ref(optimizer)
+    given: dict[str, Any] = {"total": total, "device": device, "inputs": inputs, "hosted": hosted}
+    return Division(memory=memory, again=partial(_divided_again, weakref.ref(model), optimizer=its, **given))
+
+
+def memory_of(
+    model: nn.Module,
+    inputs: int,
+    device: Device,
+    optimizer: torch.optim.Optimizer | str | None,
+    *,
+    hosted: bool = False,
+    untrained: Container[str] = frozenset(),
+) -> DeviceMemory:
+    """Return what a device's memory is used for while it trains a model, as far as the model itself tells.
+
+    Args:
+        inputs, optimizer, hosted, untrained: as those of `divided`.
+    """
+    rounding = partial(rounded, device=device.torch_device)
     own = _parameters_of(optimizer) if hosted and isinstance(optimizer, torch.optim.Optimizer) else set()
     named = {name: p for name, p in model.named_parameters() if id(p) not in own}
     trained = [p for name, p in named.items() if p.requires_grad and name not in untrained]
@@ -230,19 +254,14 @@ def divided(
             _optimizer_for(trained, optimizer), rounding, cuda=device.cuda, untrained=idle
         )
         gradients = _bytes(trained, rounding)
-    memory = DeviceMemory(
-        device=replace(device, name="device_mem", memory=total),
+    return DeviceMemory(
+        device=device,
         optimizer=f"{name}'s is in the peak" if hosted else name,
         given=_bytes([*named.values(), *model.buffers()], rounding) + inputs,
         state=held.state,
         stepping=gradients + held.update,
         waiting=_bytes([p.grad for p in named.values() if p.grad is not None], rounding),
-        apart=math.ceil(total - (total - CONTEXT) / (1 + AUTO_MARGIN)) if device.cuda else 0,
     )
-    # a division keeps neither the model nor the optimizer alive
-    its = optimizer if isinstance(optimizer, str | None) else weakref.ref(optimizer)
-    given: dict[str, Any] = {"total": total, "device": device, "inputs": inputs, "hosted": hosted}
-    return Division(memory=memory, again=partial(_divided_again, weakref.ref(model), optimizer=its, **given))
 
 
 def _divided_again(

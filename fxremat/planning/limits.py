@@ -182,7 +182,11 @@ def left_on_device(graph: Captured, options: Options) -> DeviceMemory:
     Raises:
         InvalidBudget: the description of the device does not state its memory.
     """
-    memory = memory_on(estimated_device(graph, options), graph, options.optimizer)
+    return stated(memory_on(estimated_device(graph, options), graph, options.optimizer))
+
+
+def stated(memory: DeviceMemory) -> DeviceMemory:
+    """Return what a device's memory is used for. Raises `InvalidBudget` if it is not known how much that device has."""
     if memory.device.memory is None:
         raise InvalidBudget(
             f'mem="auto" plans for what a device has left, and the memory of {memory.device} is not stated; '

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from fxremat.budget import has_shrunk
+from fxremat.cost.devices import Device
 from fxremat.errors import BudgetTooSmall
 from fxremat.graphs.captured import Captured
 from fxremat.options import Options
@@ -527,7 +528,16 @@ class PathPlans:
             weights=self._weights.bytes if self._weights else 0,
             updates=self._weights.updates if self._weights else 0,
             paths=self._paths(self.mem),
+            estimated="" if self._options.measures else self._estimated,
         )
+
+    @property
+    def _estimated(self) -> str:
+        """What costs are estimated for, in words."""
+        here = self._device.type
+        device = self._options.device or Device.named(here)
+        kernels = "its kernels" if device.torch_device.type == here else f"the kernels of the {here}, where it ran"
+        return f"for {device} and {kernels}"
 
     def _paths(self, mem: int) -> tuple[KnownPath, ...]:
         found = []

@@ -96,6 +96,8 @@ class Coordinator:
         self.device, self._parameters = device, parameters
         self._weights = weights or ResidentWeights()
         self._gradients = options.loss_outside.gradients
+        # what the ops of graphs allocate here is not what they take on the device that the user named
+        self._elsewhere = options.device is not None and options.device.torch_device.type != device.type
         self._sums = GradientSums(device)
         self.steps = 0  # number of steps that have begun
         self._step: Step | None = None
@@ -121,6 +123,17 @@ class Coordinator:
         """Plan for another budget from the next call on."""
         self.plans.take(options)
         self.plans_within.take(options)
+
+    def planned_within(self, options: Options) -> PlanOfGraphs | None:
+        """Plan the last step's sequence of calls for another budget; None before a step was measured exactly.
+
+        Raises:
+            BudgetTooSmall: it does not fit into the budget.
+        """
+        self.settle()
+        self.take(options)
+        self._renew()
+        return self.plans.plan
 
     def settle(self) -> None:
         """Plan with what was measured in the last step, if its backward has ended.
@@ -561,6 +574,8 @@ class Coordinator:
             if not call.differentiated:
                 step.plans.rest(call.node)
         numbers, exact = _measured(step)
+        for found in numbers.values() if self._elsewhere else ():
+            found.pop("excess", None)
         smaller = {call.node for call in step.calls if is_smaller(call.at, call.node)}
         grown = step.plans.learn(numbers, exact=exact, smaller=smaller)
         step.plans.took(step.nodes)

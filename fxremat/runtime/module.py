@@ -22,7 +22,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -36,6 +36,7 @@ from fxremat.graphs.names import tied_names
 from fxremat.ops.parameters import Weights
 from fxremat.ops.random import GeneratorStates, HostDraws, devices_of
 from fxremat.options import Options
+from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.planning.captured_step import CapturedStep
 from fxremat.plans import Plan
 from fxremat.progress import telling
@@ -119,6 +120,15 @@ MASKED = (
     "nothing is padded, call the model without attention_mask"
 )
 ONE_GRAPH = "{error}. fxremat.compile trains such a model as several graphs, but {reason} needs one"
+NOT_RUN = "a step that is captured without running the model (fxremat.plan runs one that has data)"
+TRAINED = (
+    "%s is trained as several graphs within one budget, and planned after its first steps, which recompute most "
+    "(fullgraph=True makes this an error): %s"
+)
+PLANNED = (
+    "%s is several graphs, which only a run shows: a few steps run for this plan, after which buffers, gradients and "
+    "random states are as before (fullgraph=True makes this an error): %s"
+)
 NO_GRAPHS = (
     "no part of {name} could be captured as a graph: it runs as plain PyTorch, and no budget holds. {reason}. What is "
     "around a line that breaks the graph, such as the body of a loop, can be captured in a method of its own"
@@ -183,6 +193,7 @@ class _Training:
     # `plain`, captured by dynamo as several graphs; None: it is captured as one graph
     in_parts: Callable[..., Any] | None = None
     broken_by: str = ""  # why the model is several graphs, until that was told
+    telling: str = TRAINED  # how that is told
     not_one_graph: str = ""  # the error of its capture as one graph
     # True while a model of several graphs may run once, in order to be planned before its first training call
     may_try: bool = False
@@ -210,7 +221,7 @@ class _Training:
         backend = self.backend
         looks = backend.until is Until.CAPTURED or (backend.until is Until.PLANNED and not self.may_try)
         if looks:
-            return "a plan of a step that has not run"
+            return NOT_RUN
         return backend.options.needs_one_graph or ("a model whose parameters ranks share" if self.shared else "")
 
     def look_at_global_hooks(self) -> None:
@@ -261,12 +272,7 @@ class _Training:
     def tell_of_graphs(self) -> None:
         """Tell once, when the first graph is planned, that the model is several graphs, and why."""
         if self.broken_by:
-            log.warning(
-                "%s is trained as several graphs within one budget, and planned after its first steps, which recompute "
-                "most (fullgraph=True makes this an error): %s",
-                self.backend.model,
-                self.broken_by,
-            )
+            log.warning(self.telling, self.backend.model, self.broken_by)
             self.broken_by = ""
 
     def _coordinate(self, where: str = "") -> Coordinator:
@@ -508,6 +514,23 @@ def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, An
         coordinator.settle()
     if (coordinator is None or coordinator.has_graphs) and Inside(module).plan is None:
         raise FxrematError(NOTHING_TO_PLAN)
+
+
+def planned_by_running(
+    model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> PlanOfGraphs | None:
+    """Return the plan of a model that is several graphs, for which a few steps run; None if no graph could be captured.
+
+    The steps take the least memory. Buffers, gradients and the random generators are as before afterwards.
+    """
+    module = drop_in(model, options if options.device_mem else replace(options, mem="min"))
+    training = module._fxremat
+    training.telling = PLANNED
+    plan_now(module, args, kwargs)
+    coordinator = training.backend.coordinator
+    if coordinator is None:
+        return None
+    return coordinator.plan if options.device_mem else coordinator.planned_within(options.without_choice())
 
 
 def drop_in(model: nn.Module, options: Options, target: Device | None = None) -> Rematerialized:

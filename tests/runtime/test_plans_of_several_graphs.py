@@ -1,0 +1,215 @@
+"""Plans and estimates of models that are several graphs, which run for them and are as before afterwards."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from benchmarks import meter
+from fxremat.__main__ import main
+from fxremat.plan_of_graphs import PlanOfGraphs
+from fxremat.units import parse_bytes
+from tests.steps import differences, step_of
+
+pytestmark = pytest.mark.usefixtures("torch_ready")
+
+QUICK: dict[str, Any] = {"search": fxremat.Search(seconds=0.0, progress=False)}
+ESTIMATED: dict[str, Any] = {**QUICK, "costs": "estimate"}
+WIDTH = 32
+
+
+class Net(nn.Module):
+    """Blocks with BatchNorm and dropout; in the middle a value decides a branch, if it is `broken`."""
+
+    def __init__(self, *, broken: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                *(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)),
+                *(nn.BatchNorm1d(WIDTH), nn.Dropout(0.1)),
+            )
+            for _ in range(3)
+        )
+        self.head, self.broken = nn.Linear(WIDTH, 8), broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = x + block(x)
+            if self.broken and number == 1 and x.sum().item() > 1e9:
+                x = x * 2
+        return self.head(x).square().mean()
+
+
+def net(*, broken: bool = True) -> Net:
+    torch.manual_seed(0)
+    return Net(broken=broken)
+
+
+def rows(count: int = 256) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+@functools.cache
+def planned(mem: int | str | None = "60%", **options: Any) -> PlanOfGraphs:
+    found = fxremat.plan(net(), rows(), mem=mem, **{**ESTIMATED, **options})
+    assert isinstance(found, PlanOfGraphs)
+    return found
+
+
+@pytest.mark.parametrize("mem", ["60%", pytest.param("min", marks=pytest.mark.long), "600KiB"])
+def test_the_plan_is_the_one_that_a_compiled_model_trains_with(mem: str) -> None:
+    ours = fxremat.compile(net(), mem=mem, **ESTIMATED)
+    for _ in range(4):
+        ours(rows()).backward()
+    plan = planned(mem)
+    assert str(plan) == str(ours.plan)
+    assert (plan.predicted_peak, plan.minimum) == (ours.plan.predicted_peak, ours.plan.minimum)
+
+
+def test_a_measured_plan_has_the_bytes_of_an_estimated_one() -> None:
+    measured = fxremat.plan(net(), rows(), mem="100%", **QUICK)
+    assert measured.predicted_peak == pytest.approx(planned("100%").predicted_peak, rel=0.05)
+    assert "estimated" not in str(measured)
+    assert "times and workspaces, for cpu and its kernels" in str(planned("100%"))
+
+
+def test_the_model_is_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    model(rows()).backward()
+    before, state = copy.deepcopy(model), torch.get_rng_state()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    values = [gradient.clone() for gradient in gradients if gradient is not None]
+    with caplog.at_level(logging.WARNING, "fxremat"):
+        fxremat.plan(model, rows(), mem="60%", **ESTIMATED)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is known for parameter, known in zip(model.parameters(), gradients, strict=True))
+    assert all(torch.equal(now, then) for now, then in zip(gradients, values, strict=True))
+    assert all(map(torch.equal, model.parameters(), before.parameters()))
+    assert all(map(torch.equal, model.buffers(), before.buffers()))
+    (told,) = caplog.messages
+    assert told.startswith("Net is several graphs, which only a run shows: a few steps run for this plan")
+
+
+def test_a_step_with_estimated_costs_fits_and_has_the_bits_of_plain_training() -> None:
+    ours, plain = fxremat.compile(net(), mem="70%", **ESTIMATED), net()
+    x = rows()
+    for _ in range(4):
+        theirs = step_of(plain, lambda: plain(x), lambda loss: loss)
+        assert differences(step_of(ours, lambda: ours(x), lambda loss: loss), theirs) == []
+    ours.zero_grad(set_to_none=True)
+    assert meter.peak_bytes(lambda: ours(x).backward()) <= ours.plan.budget
+
+
+def test_the_least_budget_of_an_error_works() -> None:
+    with pytest.raises(fxremat.BudgetTooSmall) as error:
+        planned("10KiB")
+    assert error.value.budget == parse_bytes("10KiB")
+    assert planned(error.value.minimum).predicted_peak <= error.value.minimum
+
+
+def test_another_device_counts_as_for_one_graph() -> None:
+    several = planned("100%", costs="H200")
+    one = fxremat.plan(net(broken=False), rows(), mem="100%", **{**ESTIMATED, "costs": "H200"})
+    assert isinstance(one, fxremat.Plan)
+    assert several.keep_all_peak == pytest.approx(one.keep_all_peak, rel=0.05)
+    assert 0.7 * one.keep_all_time <= several.keep_all_time <= one.keep_all_time
+    assert several.on_device is not None
+    assert several.on_device == one.on_device
+    assert "times and workspaces, for H200 and the kernels of the cpu, where it ran" in str(several)
+    assert f"{'fits':18}yes: 133.4 GiB left beside the planned " in str(several)
+
+
+class Convolutions(nn.Module):
+    """Convolutions, whose backward needs more workspace on a CPU than is assumed of a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(8, 8, 5, padding=2), nn.Conv2d(8, 8, 5, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return self.second(x).square().mean()
+
+
+def test_workspaces_of_the_cpu_do_not_count_on_another_device() -> None:
+    plan = fxremat.plan(Convolutions(), torch.randn(4, 8, 32, 32), mem="100%", costs="H200", **QUICK)
+    assert isinstance(plan, PlanOfGraphs)
+    assert [call.node.excess for call in plan.calls] == [0, 0]
+
+
+def test_what_a_device_has_left_is_a_budget() -> None:
+    room = planned("100%", costs="H200").on_device
+    assert room is not None
+    everything, least = planned("100%", costs="H200").predicted_peak, planned("min", costs="H200").minimum
+
+    def card(left: int) -> fxremat.Device:
+        memory = int((room.given + room.state + left) / (1 - fxremat.cost.device_memory.AUTO_MARGIN)) + 1
+        return fxremat.Device(name="card", flops=1e12, half_flops=1e12, bandwidth=1e11, memory=memory)
+
+    assert planned("auto", costs=card(everything)).predicted_peak == everything
+    between = planned("auto", costs=card((everything + least) // 2))
+    assert between.predicted_peak <= between.budget <= (everything + least) // 2 + 1
+    with pytest.raises(fxremat.BudgetTooSmall, match=r"card has .* optimizer state .*, and the step takes .* at least"):
+        planned("auto", costs=card(least // 2))
+    unknown = fxremat.Device(name="card", flops=1e12, half_flops=1e12, bandwidth=1e11)
+    with pytest.raises(fxremat.InvalidBudget, match="the memory of card is not stated"):
+        planned("auto", costs=unknown)
+
+
+def test_all_that_a_process_has_is_a_budget() -> None:
+    plan = planned(None, device_mem="1MiB")
+    assert plan.predicted_peak <= plan.budget < parse_bytes("1MiB")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: fxremat.capture(net(), rows(), **QUICK),
+        lambda: fxremat.profile(net(), rows(), costs="estimate", **QUICK),
+        lambda: fxremat.compare(net(), rows(), ["A100", "H200"], mem="100%", **QUICK),
+        lambda: fxremat.plan(net().to("meta"), rows().to("meta"), mem="100%", **ESTIMATED),
+    ],
+)
+def test_a_step_that_does_not_run_has_to_be_one_graph(call: Any) -> None:
+    told = r"several graphs, but a step that is captured without running the model \(fxremat.plan runs one that has "
+    with pytest.raises(fxremat.CaptureError, match=told):
+        call()
+
+
+def test_a_model_that_has_to_be_one_graph_does_not_run() -> None:
+    for options in ({"fullgraph": True}, {"mem": "1GiB", "count": "reserved"}):
+        model, runs = net(), list[None]()
+        model.head.register_forward_hook(lambda *_, runs=runs: runs.append(None))
+        with pytest.raises(fxremat.CaptureError, match="the model is not one graph"):
+            fxremat.plan(model, rows(), **{"mem": "100%", **ESTIMATED, **options})
+        assert not [run for run in runs if run is not None]
+
+
+def wide(batch: int = 256) -> tuple[nn.Module, Tensor]:
+    return net(), rows(batch)
+
+
+NAME = "tests.runtime.test_plans_of_several_graphs:wide"
+ARGUMENTS = ["--estimate", "--effort", "0"]
+
+
+def test_the_command_line_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", NAME, "--mem", "80%", "--device", "H200", "--full", *ARGUMENTS]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("fxremat plan of Net, 2 graphs, ")
+    assert "\nH200\n" in shown
+
+
+@pytest.mark.long
+def test_the_command_line_finds_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    least = [fxremat.plan(*wide(batch), mem="min", **ESTIMATED).minimum for batch in (11, 12)]
+    assert main(["plan", NAME, "--mem", str(sum(least) // 2), "--largest", "batch", "--up-to", "16", *ARGUMENTS]) == 0
+    assert " is 11 (the least budget is " in capsys.readouterr().out
