@@ -105,7 +105,7 @@ def _compared(
         return None
 
     def run() -> list[float]:
-        best, given = [math.inf] * len(steps), [one.arguments() for one in steps]
+        best, given = [math.inf] * len(steps), [one.primals() for one in steps]
         began = time.perf_counter()
         for turn in range(TURNS):
             is_long = time.perf_counter() - began > LONG * len(steps)
@@ -113,7 +113,7 @@ def _compared(
                 break
             for place, one in enumerate(steps):
                 if not (is_long and best[place] > CLOSE * min(best)):
-                    best[place] = min(best[place], one.seconds(*given[place]))
+                    best[place] = min(best[place], one.seconds(given[place]))
         return best
 
     return _tried(run, steps[0].device)
@@ -135,7 +135,12 @@ def _peak(program: Program, costs: Costs, inputs: Sequence[Any], tier: str) -> l
     made = _Made.of(program, costs, inputs, tier, alone=True)
     if made is None:
         return None
-    return _tried(lambda: [float(peak_of(partial(made.step, *made.arguments()), made.device)[0])], made.device)
+
+    def run() -> list[float]:
+        primals, tangents = made.primals(), made.tangents()
+        return [float(peak_of(partial(made.step, primals, tangents), made.device)[0])]
+
+    return _tried(run, made.device)
 
 
 def _tried(run: Callable[[], T], device: torch.device) -> T | None:
@@ -189,12 +194,12 @@ def _phases(program: Program, costs: Costs, inputs: Sequence[Any]) -> list[float
         return None
 
     def run() -> list[float]:
-        primals, tangents = made.arguments()
-        made.step(primals, tangents)  # tunes kernels, which may take more memory and time
+        primals = made.primals()
+        made.step(primals)  # tunes kernels, which may take more memory and time
         before = peak_of(partial(made.forward, list(primals)), made.device)[0]
         begun, behind = peaks_of(partial(made.between, primals), lambda held: made.backward(held[1]), made.device)
         forward = min(made.forward_seconds(primals) for _ in range(RUNS))
-        whole = min(made.seconds(primals, tangents) for _ in range(RUNS))
+        whole = min(made.seconds(primals) for _ in range(RUNS))
         return [forward, max(whole - forward, TICK), float(before), float(max(begun, behind)), float(behind)]
 
     return _tried(run, made.device)
@@ -229,11 +234,11 @@ def _run(program: Program, costs: Costs, inputs: Sequence[Any], ranks: Agreement
         return None
     try:
         with quiet_world(made.device):
-            primals, tangents = made.arguments()
+            primals = made.primals()
             runs = list[float]()
             while len(runs) < RUNS and (len(runs) < 2 or not alone or sum(runs) < LONG):
                 ranks.meet("timing a step")
-                runs.append(made.seconds(primals, tangents))
+                runs.append(made.seconds(primals))
     except Exception as error:  # planning works without the factor, and training will raise the same error
         log.debug("calibration failed: %s: %s", type(error).__name__, error)
         if not alone:
@@ -271,14 +276,17 @@ class _Made:
         """The device on which the step runs."""
         return device_of(self.joint)
 
-    def arguments(self) -> tuple[list[Any], list[Any]]:
-        """Return arguments for the forward and incoming gradients for the backward, made up where no data is given."""
+    def primals(self) -> list[Any]:
+        """Return arguments for the forward, made up where no data is given."""
         joint, given = self.joint, self.given
-        primals = [
+        return [
             given[value].detach() if (value := joint.value_of[node]) in given else weights_like(node)
             for node in joint.primals
         ]
-        return primals, [value_like(node) for node in joint.tangent_nodes]
+
+    def tangents(self) -> list[Any]:
+        """Return made-up incoming gradients for the backward."""
+        return [value_like(node) for node in self.joint.tangent_nodes]
 
     def step(self, primals: Sequence[Any], tangents: Sequence[Any] | None = None) -> None:
         """Run forward and backward; hold the outputs in between as a caller does, but not new values of buffers.
@@ -297,7 +305,7 @@ class _Made:
         results = list(self.forward(list(primals)))
         returned = joint.forward_outputs
         arguments = results[len(returned) :]
-        arguments += map(value_like, joint.tangent_nodes) if tangents is None else tangents
+        arguments += self.tangents() if tangents is None else tangents
         held = [
             result
             for node, result in zip(returned, results, strict=False)
@@ -305,10 +313,22 @@ class _Made:
         ]
         return held, arguments
 
-    def seconds(self, primals: Sequence[Any], tangents: Sequence[Any]) -> float:
-        """Return the seconds of one step."""
+    def seconds(self, primals: Sequence[Any]) -> float:
+        """Return the seconds of one step.
+
+        The incoming gradients are made up after the forward, which then takes no more memory than in training; the
+        seconds of that do not count.
+        """
         start = time.perf_counter()
-        self.step(primals, tangents)
+        held, arguments = self.between(primals, ())
+        kind_of(self.device).synchronize(self.device)
+        paused = time.perf_counter()
+        arguments += self.tangents()
+        kind_of(self.device).synchronize(self.device)
+        start += time.perf_counter() - paused
+        gradients = self.backward(arguments)
+        kind_of(self.device).synchronize(self.device)
+        del gradients, held
         return time.perf_counter() - start
 
     def forward_seconds(self, primals: Sequence[Any]) -> float:

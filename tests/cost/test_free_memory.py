@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxremat
+from benchmarks import meter
 from fxremat import budget
+from fxremat.agreement import ALONE
 from fxremat.cost import calibrate
 from fxremat.cost import measure as measuring
 from fxremat.cost.calibrate import has_room, peak_of_step
@@ -94,3 +96,23 @@ def test_an_op_that_has_no_memory_to_be_measured_says_so(
     monkeypatch.setattr(measuring, "call_of", lambda _, **__: Call(refuse, (), {}))
     assert alone(joint.nodes[0], torch.device("cpu")) is None
     assert f"there is no memory on the device to measure {joint.nodes[0].target} by itself: CUDA out" in caplog.text
+
+
+class Frozen(nn.Module):
+    """A wide part that is not trained, so that a step takes most in the middle of its forward, before a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 64)).requires_grad_(False)
+        self.head = nn.Linear(64, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.wide(x))
+
+
+def test_a_step_that_is_timed_takes_no_more_than_one_in_training() -> None:
+    plan = fxremat.plan(Frozen(), torch.ones(256, 64), mem="100%", search=Search(seconds=0.0))
+    assert sum(node.meta["val"].nbytes for node in plan.captured.tangent_nodes) > 0.1 * plan.predicted_peak
+    made = sum(node.meta["val"].nbytes for node in plan.captured.primals)
+    measured = meter.peak_bytes(lambda: calibrate._run(plan.program, plan.costs, (), ALONE))
+    assert measured - made <= 1.01 * plan.predicted_peak
