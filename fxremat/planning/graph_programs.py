@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -34,10 +34,12 @@ from fxremat.host.default import default_tier
 from fxremat.host.tier import HostTier
 from fxremat.ops.seeded import ALWAYS_COMPILED
 from fxremat.options import Options
+from fxremat.planning import stored
 from fxremat.planning.choosing import link_to
 from fxremat.planning.compiled import PHASES, compile_new, kernels_of
 from fxremat.planning.compressed import ways_to_pack
 from fxremat.planning.facts import facts_of
+from fxremat.planning.frontier_cache import NO_GRAPH
 from fxremat.planning.in_slices import ways_to_slice
 from fxremat.planning.step import Step
 from fxremat.planning.wishes import run_once, staying
@@ -55,6 +57,8 @@ from fxremat.search.call_programs import (
 from fxremat.search.candidate import Frontier
 from fxremat.search.survey import kept
 from fxremat.step.costs import Costs, Link
+from fxremat.step.program import Order
+from fxremat.step.step_graph import StepGraph
 from fxremat.transfers.offloading import with_offloading
 
 log = logging.getLogger(__name__)
@@ -183,6 +187,8 @@ def programs_of_single_ops(
 ) -> Sequence[CallProgram]:
     """Return programs of a graph that run single ops, fastest first, searched for with these costs, from a cache.
 
+    Those that copy nothing to the host are kept on disk, for later processes.
+
     Args:
         costs: without copies of gradients into the traced strides; at other sizes than the graph's, perhaps.
     """
@@ -192,11 +198,44 @@ def programs_of_single_ops(
     key = graph.digest, costs.seconds, sizes, options.search, host, once
     if key not in _known:
         effort = SHARE * options.search.seconds
-        _known[key] = call_programs(graph.step, costs, effort=effort, offloading=host, once=once)
+        search = partial(call_programs, graph.step, costs, effort=effort, offloading=host, once=once)
+        _known[key] = search() if host else _stored(graph, costs, (*key[:-1], sorted(once)), search)
         if len(_known) > REMEMBERED:
             _known.popitem(last=False)
     _known.move_to_end(key)
     return _known[key]
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The orders of the programs of a graph, without the graph, as they are kept on disk."""
+
+    orders: tuple[Order, ...]
+
+    @classmethod
+    def of(cls, programs: Iterable[CallProgram]) -> Orders:
+        """Return the orders of programs that copy nothing to the host."""
+        return cls(_on([program.order for program in programs], NO_GRAPH))
+
+
+def _on(orders: Iterable[Order], graph: StepGraph) -> tuple[Order, ...]:
+    """Return orders of ops of a graph that is equal to theirs; those with one layout have one again."""
+    layouts = {id(order.layout): order.layout for order in orders}
+    own = {number: replace(layout, graph=graph) for number, layout in layouts.items()}
+    return tuple(replace(order, layout=own[id(order.layout)]) for order in orders)
+
+
+def _stored(
+    graph: Captured, costs: Costs, key: object, search: Callable[[], Sequence[CallProgram]]
+) -> Sequence[CallProgram]:
+    """Return the programs that are stored under a key, judged with the costs; else those that a search finds."""
+    device = device_of(graph)
+    known = stored.read(device, repr(key), Orders)
+    if known is not None:
+        return tuple(judged(order, costs) for order in _on(known.orders, graph.step))
+    found = search()
+    stored.write(device, repr(key), Orders.of(found))
+    return found
 
 
 def _another(graph: Captured, base: Captured, costs: Costs) -> Another:
@@ -223,9 +262,8 @@ def _rewritten(
     for graph in (*sliced, *ways_to_pack(step.graph, peak, options)):
         costs = facts_of(replace(step, graph=graph), options, order_of(graph))
         as_traced, copies = apart_from_copies(graph, costs)
-        another, host = _another(graph, step.graph, costs), _Host.of(graph, tier, options)
-        effort, once = SHARE * options.search.seconds, run_once(graph, options.wishes)
-        for one in call_programs(graph, as_traced, effort=effort, offloading=host, once=once):
+        another = _another(graph, step.graph, costs)
+        for one in programs_of_single_ops(graph, as_traced, options, tier):
             yield judged(one.order, as_traced, copies, _held(graph), on_host=one.on_host, another=another)
 
 

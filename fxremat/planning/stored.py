@@ -28,7 +28,7 @@ from fxremat.step.layout import BlockLayout, Layout
 from fxremat.step.program import Order
 
 TABLE = "searches"
-AT_MOST = 64  # number of results kept
+AT_MOST = 256  # number of results kept
 FAST = 1  # zlib's level of compression
 PACKAGE = Path(__file__).parents[1]
 

@@ -36,6 +36,7 @@ from fxremat.step.step_graph import StepGraph
 PAUSES = (0.0, 0.5, 2.0)
 MOST = 48  # number of programs kept for a graph
 DEAR = 10.0  # an op that is not to run again counts as this many times the seconds of all ops in a search
+FEW = 200  # ops; for larger graphs, ways to cut that are not on the first frontier are not tried for the others
 EFFORT = 0.3  # seconds of op-by-op search for each of the `PAUSES`
 
 
@@ -82,6 +83,10 @@ class HostCopies:
         sizes = _copied(self.program, costs.sizes)
         factor = sum(sizes) / max(1, sum(self.sizes))
         return replace(self, sizes=sizes, added=(self.added[0] * factor, self.added[1] * factor))
+
+
+def _key(order: Order, on_host: HostCopies | None = None) -> object:
+    return order.ops, order.split, on_host and on_host.program.steps
 
 
 def _copied(program: Program, sizes: Sizes) -> tuple[int, ...]:
@@ -187,7 +192,7 @@ class CallProgram:
     @property
     def key(self) -> object:
         """The order of the ops and the copies to the host, which tell programs of single ops apart."""
-        return self.order.ops, self.order.split, self.on_host and self.on_host.program.steps
+        return _key(self.order, self.on_host)
 
     @property
     def hosted(self) -> int:
@@ -234,20 +239,22 @@ def call_programs(
         once: forward ops that are not to run again.
     """
     found: dict[object, CallProgram] = {}
-    keep_all = 0
+    first: Frontier | None = None
     searched = costs if not once else replace(costs, seconds=_dear(costs.seconds, once))
     for pause in PAUSES:
+        keep_all = first.keep_all.peak if first else 0
         outside = replace(searched, sizes=replace(costs.sizes, outside=int(pause * keep_all), root=0))
-        frontier = survey(graph, outside, effort=effort)
-        keep_all = keep_all or frontier.keep_all.peak
+        frontier = survey(graph, outside, effort=effort, known=first if len(graph.ops) > FEW else None)
+        first = first or frontier
         further = offloading.extended(frontier, outside).candidates if offloading is not None else ()
         for candidate in (frontier.keep_all, *frontier.candidates, *further):
             order, on_host = candidate.order(), HostCopies.of(candidate, searched, offloading)
-            if order.repeats(once):
-                continue
-            _add(found, judged(order, costs, on_host=on_host))
+            if not order.repeats(once) and (key := _key(order, on_host)) not in found:
+                found[key] = judged(order, costs, on_host=on_host)
     for program in unbeaten(found.values()):
-        _add(found, judged(saving_nothing(program.order, once), costs))
+        order = saving_nothing(program.order, once)
+        if (key := _key(order)) not in found:
+            found[key] = judged(order, costs)
     return tuple(thinned(unbeaten(found.values())))
 
 
@@ -260,10 +267,6 @@ def _dear(seconds: Sequence[float], once: Set[int]) -> tuple[float, ...]:
 def least_of(programs: Iterable[CallProgram]) -> CallProgram:
     """Return the program that saves the fewest bytes for the backward; of several, the one with the lowest peak."""
     return min(programs, key=lambda p: (p.saved, max(p.forward, p.backward), p.time))
-
-
-def _add(found: dict[object, CallProgram], program: CallProgram) -> None:
-    found.setdefault(program.key, program)
 
 
 def judged(

@@ -60,6 +60,7 @@ def survey(
     slots: int = 500,
     effort: float = EFFORT,
     ways: int | None = None,
+    known: Frontier | None = None,
 ) -> Frontier:
     """Cut the graph into chains, solve them for many budgets, and return the Pareto frontier of the schedules.
 
@@ -69,10 +70,11 @@ def survey(
 
     Args:
         ways: number of ways to cut that are tried at most, those with the smallest blocks first; None: all.
+        known: the frontier of the same graph beside another loss: only the ways to cut that are on it are tried.
     """
     if solver not in (names := ("auto", *LISTS, *TABLES)):
         raise FxrematError(f"no solver {solver!r} plans models; there are {', '.join(sorted(names))}")
-    layouts = list(_layouts(graph, costs, MOST_BLOCKS, ways))
+    layouts = _layouts_of(known) if known else list(_layouts(graph, costs, MOST_BLOCKS, ways))
     judge = _Judge(graph, costs)
     keep_everything = judge.keep_everything(layouts[0])
     if solver in LISTS:
@@ -87,6 +89,15 @@ def survey(
     if solver == "auto" and effort > 0:
         candidates = lowered(candidates, costs, effort=effort)
     return Frontier(keep_all=keep_everything, candidates=candidates)
+
+
+def _layouts_of(frontier: Frontier) -> list[Layout]:
+    """Return the ways to cut that the candidates of a frontier have, without those for the least memory.
+
+    That of keeping everything comes first.
+    """
+    every = (frontier.keep_all, *frontier.candidates)
+    return [*{id(each.layout): each.layout for each in every if len(each.layout.blocks) <= MOST_BLOCKS + 1}.values()]
 
 
 def kept(graph: StepGraph, costs: Costs) -> Frontier:

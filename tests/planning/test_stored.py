@@ -8,19 +8,23 @@ import sqlite3
 import zlib
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fxremat
 from fxremat.chains.simulate_join import JoinTimeline
-from fxremat.planning import frontier_cache, stored
+from fxremat.planning import frontier_cache, graph_programs, stored
 from fxremat.planning.frontier_cache import NO_GRAPH
 from fxremat.plans import Plan
 from fxremat.search import survey
+from fxremat.search.call_programs import CallProgram
 from fxremat.search.refine import Ladder
 from fxremat.settings import Search
+from fxremat.step.step_graph import StepGraph
 from tests.linearize.test_towers import Pair, inputs
+from tests.runtime.test_plans_of_several_graphs import net, rows
 from tests.test_planner import INPUTS, Deep
 
 CPU = torch.device("cpu")
@@ -153,3 +157,28 @@ def test_where_nothing_can_be_written_nothing_is_kept(
     (tmp_path / "file").touch()
     assert told(planned()) == told(planned())
     assert len(surveys) == 2
+
+
+def test_programs_of_several_graphs_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+    search = graph_programs.call_programs
+
+    def counted(graph: StepGraph, *args: Any, **options: Any) -> tuple[CallProgram, ...]:
+        searched.append(len(graph.ops))
+        return search(graph, *args, **options)
+
+    monkeypatch.setattr(graph_programs, "call_programs", counted)
+
+    def plan(**options: Any) -> str:
+        graph_programs._known.clear()
+        settings: dict[str, Any] = {"mem": "70%", "costs": "estimate", "search": Search(seconds=0.0), **options}
+        return str(fxremat.plan(net(), rows(), **settings))
+
+    first = plan()
+    graphs = len(searched)
+    assert graphs > 1
+    assert plan() == first
+    assert len(searched) == graphs
+    plan(costs="H200")  # ops take other times
+    plan(offload=True)
+    assert len(searched) == 3 * graphs

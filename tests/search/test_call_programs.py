@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.search.call_programs import AtOtherSizes, CallProgram, call_programs, judged
+from fxremat.search.call_programs import FEW, AtOtherSizes, CallProgram, call_programs, judged
+from fxremat.search.survey import survey
 from fxremat.step.costs import Link
 from fxremat.step.liveness import live_bytes
 from fxremat.step.program import Order
@@ -75,6 +76,21 @@ def test_adding_gradients_never_needs_more(name: str) -> None:
     programs, returned = programs_of(name), saved(name).graph.returned
     assert all(program.backward_adding(returned) <= program.backward for program in programs)
     assert all(program.backward_adding(frozenset()) == program.backward for program in programs)
+
+
+@pytest.mark.parametrize("name", ["random_0", "encoder_decoder"])
+def test_ways_to_cut_that_do_not_pay_beside_no_loss_do_not_pay_beside_one(name: str) -> None:
+    step = saved(name)
+    assert len(step.graph.ops) > FEW
+    alone = survey(step.graph, step.costs, effort=0.0)
+    sizes = replace(step.costs.sizes, outside=alone.keep_all.peak // 2, root=0)
+    beside = replace(step.costs, sizes=sizes)
+    few_ways, all_ways = (survey(step.graph, beside, effort=0.0, known=known) for known in (alone, None))
+    assert few_ways.keep_all.peak == all_ways.keep_all.peak
+    assert few_ways.minimum <= 1.02 * all_ways.minimum
+    for candidate in all_ways.candidates:
+        fits = [each.time for each in few_ways.candidates if each.peak <= 1.02 * candidate.peak]
+        assert min(fits) <= 1.02 * candidate.time
 
 
 def test_programs_at_other_sizes_are_judged_when_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
