@@ -56,6 +56,7 @@ from fxremat.search.call_programs import (
 )
 from fxremat.search.candidate import Frontier
 from fxremat.search.survey import kept
+from fxremat.settings import Search
 from fxremat.step.costs import Costs, Link
 from fxremat.step.program import Order
 from fxremat.step.step_graph import StepGraph
@@ -192,14 +193,9 @@ def programs_of_single_ops(
     Args:
         costs: without copies of gradients into the traced strides; at other sizes than the graph's, perhaps.
     """
-    host = _Host.of(graph, tier, options)
-    once = run_once(graph, options.wishes)
-    sizes = tuple(costs.sizes.values), tuple(costs.sizes.workspace)
-    key = graph.digest, costs.seconds, sizes, options.search, host, once
-    if key not in _known:
-        effort = SHARE * options.search.seconds
-        search = partial(call_programs, graph.step, costs, effort=effort, offloading=host, once=once)
-        _known[key] = search() if host else _stored(graph, costs, (*key[:-1], sorted(once)), search)
+    search = _Search.of(graph, costs, options, tier)
+    if (key := search.key) not in _known:
+        _known[key] = search.programs(graph.step)
         if len(_known) > REMEMBERED:
             _known.popitem(last=False)
     _known.move_to_end(key)
@@ -225,17 +221,40 @@ def _on(orders: Iterable[Order], graph: StepGraph) -> tuple[Order, ...]:
     return tuple(replace(order, layout=own[id(order.layout)]) for order in orders)
 
 
-def _stored(
-    graph: Captured, costs: Costs, key: object, search: Callable[[], Sequence[CallProgram]]
-) -> Sequence[CallProgram]:
-    """Return the programs that are stored under a key, judged with the costs; else those that a search finds."""
-    device = device_of(graph)
-    known = stored.read(device, repr(key), Orders)
-    if known is not None:
-        return tuple(judged(order, costs) for order in _on(known.orders, graph.step))
-    found = search()
-    stored.write(device, repr(key), Orders.of(found))
-    return found
+@dataclass(frozen=True)
+class _Search:
+    """A search for the programs of a graph that run single ops."""
+
+    digest: str  # of the graph
+    device: torch.device
+    costs: Costs
+    options: Search
+    host: _Host | None
+    once: frozenset[int]
+
+    @classmethod
+    def of(cls, graph: Captured, costs: Costs, options: Options, tier: HostTier | None) -> _Search:
+        host, once = _Host.of(graph, tier, options), run_once(graph, options.wishes)
+        return cls(graph.digest, device_of(graph), costs, options.search, host, once)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """All that the result depends on."""
+        sizes = tuple(self.costs.sizes.values), tuple(self.costs.sizes.workspace)
+        return self.digest, self.costs.seconds, sizes, self.options, tuple(sorted(self.once)), self.host
+
+    def programs(self, graph: StepGraph) -> Sequence[CallProgram]:
+        """Return the programs that are on disk, judged with the costs; else search for them. Graph is the one of `of`.
+        """
+        key = repr(self.key)
+        known = stored.read(self.device, key, Orders) if self.host is None else None
+        if known is not None:
+            return tuple(judged(order, self.costs) for order in _on(known.orders, graph))
+        effort = SHARE * self.options.seconds
+        found = call_programs(graph, self.costs, effort=effort, offloading=self.host, once=self.once)
+        if self.host is None:
+            stored.write(self.device, key, Orders.of(found))
+        return found
 
 
 def _another(graph: Captured, base: Captured, costs: Costs) -> Another:
@@ -262,8 +281,8 @@ def _rewritten(
     for graph in (*sliced, *ways_to_pack(step.graph, peak, options)):
         costs = facts_of(replace(step, graph=graph), options, order_of(graph))
         as_traced, copies = apart_from_copies(graph, costs)
-        another = _another(graph, step.graph, costs)
-        for one in programs_of_single_ops(graph, as_traced, options, tier):
+        another, search = _another(graph, step.graph, costs), _Search.of(graph, as_traced, options, tier)
+        for one in search.programs(graph):
             yield judged(one.order, as_traced, copies, _held(graph), on_host=one.on_host, another=another)
 
 
