@@ -11,8 +11,20 @@ from fxremat.graphs.nodes import tangents_in
 
 aten = torch.ops.aten
 
-PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-"""Ops whose results are contiguous, in whatever layout their operands are."""
+OWN_LAYOUT = {
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    aten.convolution_backward.default,
+    aten.native_layer_norm_backward.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax_backward_data.default,
+    aten.max_pool2d_with_indices_backward.default,
+    aten.avg_pool2d_backward.default,
+    aten._adaptive_avg_pool2d_backward.default,
+    aten.embedding_dense_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
+"""Ops whose results lie as sizes and operands of the forward say, in whatever layout a gradient comes."""
+OWN_LAYOUT_ON_CPU = {aten.native_batch_norm_backward.default}
 
 
 def handed_in(graph: fx.Graph) -> set[fx.Node]:
@@ -39,6 +51,13 @@ def laid_out_by_others(graph: fx.Graph) -> set[fx.Node]:
     """Return the gradients of outputs that are passed in, and all nodes whose memory layout may depend on theirs."""
     found = handed_in(graph)
     for node in graph.nodes:
-        if node.target not in PRODUCTS and not found.isdisjoint(node.all_input_nodes):
+        if not _has_own_layout(node) and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _has_own_layout(node: fx.Node) -> bool:
+    """Tell whether the results of an op lie alike, in whatever layout the gradient comes that it reads."""
+    if node.target in OWN_LAYOUT_ON_CPU:
+        return all(read.meta["val"].device.type == "cpu" for read in node.all_input_nodes)
+    return node.target in OWN_LAYOUT
