@@ -236,9 +236,12 @@ def _plan(model: nn.Module, call: Call, **options: Any) -> Plan | PlanOfGraphs:
         if one_graph or not all(has_data(x) for x in _tensors(model, call)):
             raise
         refused = error
-    if (plan := _plan_of_several(model, call, settings)) is None:
-        raise refused
-    return plan
+    try:
+        if (plan := _plan_of_several(model, call, settings)) is None:
+            raise refused
+        return plan
+    finally:
+        del refused  # an error that its own frames refer to keeps what they hold until it is collected
 
 
 def _plan_of_several(model: nn.Module, call: Call, settings: Options) -> PlanOfGraphs | None:
@@ -265,7 +268,7 @@ def _plan_of_one(model: nn.Module, call: Call, **options: Any) -> Plan:
     except BudgetTooSmall as error:
         if (hosted := settings.with_weights_on_host(error.means, model.parameters())) is None:
             raise
-        small = error
+        small = error.explained()
     try:
         with with_fakes(model, call, hosted) as inputs:
             return _capture(model, inputs, hosted).plan()

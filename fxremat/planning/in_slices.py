@@ -169,7 +169,7 @@ def fastest(found: Variants, options: Options) -> Plan:
         try:
             plan = chosen(one, options)
         except BudgetTooSmall as error:
-            errors.append(error)
+            errors.append(error.explained())  # without a traceback, whose frames would refer to it
             continue
         plan = plan if one is found.captured else _of_all(plan, one, found, options)
         return replace(plan, more_ways=found.more and len(one.step.ranks.ranks) == 1)

@@ -60,7 +60,7 @@ def plan_by_means(
             allowed = replace(options, **way.options)
             made = plan(step, allowed)
         except BudgetTooSmall as error:
-            errors.append(error)
+            errors.append(error.explained())  # without a traceback, whose frames would refer to it
             tried.append(Means(name=way.name, least=error.minimum))
             continue
         except FxrematError as refused:

@@ -403,7 +403,7 @@ class Backend:
                     return trace()
             except LayoutsDiffer as error:
                 self.learn(error)
-                differing = error
+                differing = error.with_traceback(None)  # whose frames would refer to it, and hold this call's outputs
         raise differing
 
     def learn(self, differing: LayoutsDiffer) -> None:

@@ -854,7 +854,7 @@ def _forward_by_means(module: Any, training: _Training, args: tuple[Any, ...], k
         if not (backend.make_room() or backend.host_weights(error, training.model, (args, kwargs))):
             raise
         training.capture_anew()
-        small = error
+        small = error.explained()  # without a traceback, whose frames would hold this call's outputs
     try:
         return _forward_once(module, training, args, kwargs)
     except (BudgetTooSmall, Reached):

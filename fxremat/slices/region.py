@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 from torch import fx
@@ -35,13 +36,7 @@ Label = Part | tuple[Part, ...]
 
 
 class Blocked(Exception):
-    """Raised if no group of ops can run in slices; the message names the op that prevents it.
-
-    Attributes:
-        reached: number of ops that were in the group by then.
-    """
-
-    reached = 0
+    """Raised if no group of ops can run in slices; the message names the op that prevents it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,7 +62,7 @@ def find(values: Values, op: fx.Node) -> Iterator[Found]:
 
     Raises `Blocked` if there is none, with the reason of the attempt that came closest.
     """
-    reasons: list[Blocked] = []
+    reasons: list[tuple[int, str]] = []  # with the number of ops that an attempt has reached
     found = 0
     seed = max(
         (v for v in {*values.read_by(op), *values.made_by(op)} if v.op == "call_function"),
@@ -79,15 +74,14 @@ def find(values: Values, op: fx.Node) -> Iterator[Found]:
             try:
                 grown = growing.run()
             except Blocked as reason:
-                reason.reached = len(growing.ops)
-                reasons.append(reason)
+                reasons.append((len(growing.ops), str(reason)))
                 continue
             found += 1
             yield grown
             break
     if not found:
-        nearest = max(reasons, key=lambda reason: reason.reached, default=None)
-        raise nearest or Blocked(f"{op.name} has no axis to cut along")
+        _, nearest = max(reasons, key=itemgetter(0), default=(0, f"{op.name} has no axis to cut along"))
+        raise Blocked(nearest)
 
 
 def _axes_of(values: Values, seed: fx.Node) -> Iterator[tuple[int, int]]:

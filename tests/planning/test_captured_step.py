@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -183,3 +186,33 @@ def test_what_needs_no_gradient_is_not_captured() -> None:
     model = Deep()
     assert fxremat.capture(model, (x,), costs="estimate", **QUICK).graph.model == "Deep"
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class WithDropout(Deep):
+    """Masks can be packed, so that several ways to run the step are planned."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for layer in self.layers:
+            rows = nn.functional.dropout(torch.relu(layer(rows)))
+        return rows.square().mean()
+
+
+class Held:
+    """Something that a caller of the planner has in a variable."""
+
+
+@pytest.mark.parametrize("options", [{}, {"slices": True}, {"exact": True}], ids=str)
+def test_a_refusal_holds_nothing_of_those_who_asked(options: dict[str, Any]) -> None:
+    step = fxremat.capture(WithDropout(), (x,), costs="estimate", **QUICK, **options)
+
+    def refused() -> weakref.ref[Held]:
+        held = Held()
+        with contextlib.suppress(fxremat.BudgetTooSmall):
+            step.plan(1)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert refused()() is None
+    finally:
+        gc.enable()
