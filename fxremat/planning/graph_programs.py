@@ -244,7 +244,10 @@ class _Search:
         return self.digest, self.costs.seconds, sizes, self.options, tuple(sorted(self.once)), self.host
 
     def programs(self, graph: StepGraph) -> Sequence[CallProgram]:
-        """Return the programs that are on disk, judged with the costs; else search for them. Graph is the one of `of`.
+        """Return the programs that are on disk, judged with the costs; where there are none, search for them.
+
+        Args:
+            graph: the graph, or an equal one, that the programs run.
         """
         key = repr(self.key)
         known = stored.read(self.device, key, Orders) if self.host is None else None
