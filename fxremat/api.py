@@ -106,7 +106,7 @@ def plan(
     solver: str = "auto",
     **options: Unpack[PlanOptions],
 ) -> Plan | PlanOfGraphs:
-    """Return the plan that `compile` would make for these inputs; the model is neither run nor changed.
+    """Return the plan that `compile` would make for these inputs; the model is not changed, nor run if it is one graph.
 
     Arguments and errors are those of `compile`. With costs="estimate", or for a device that this machine lacks
     (costs="H200"; docs/what-if.md tells what is assumed of it), single ops do not run either. The model's
@@ -114,7 +114,8 @@ def plan(
 
     Only a run shows which graphs a model consists of that is not one (docs/graphs.md): a few steps of it run where it
     is, after which buffers, gradients and random generators are as before. A warning in the log says so, and the plan
-    is a `PlanOfGraphs`. Without data, or with fullgraph=True, it is a `CaptureError`.
+    is a `PlanOfGraphs`. Without data, with fullgraph=True, weights on the host or another method than `forward`, it
+    is a `CaptureError`.
     """
     return _plan(_checked(model), _split(example_inputs), mem=mem, solver=solver, **options)
 
@@ -233,6 +234,7 @@ def _plan(model: nn.Module, call: Call, **options: Any) -> Plan | PlanOfGraphs:
         return _plan_of_one(model, call, **options)
     except CaptureError as error:
         one_graph = settings.fullgraph or settings.needs_one_graph or settings.hosts_weights
+        one_graph = one_graph or settings.method != "forward"  # which may run a backward and an optimizer
         if one_graph or not all(has_data(x) for x in _tensors(model, call)):
             raise
         refused = error
@@ -247,9 +249,9 @@ def _plan(model: nn.Module, call: Call, **options: Any) -> Plan | PlanOfGraphs:
 def _plan_of_several(model: nn.Module, call: Call, settings: Options) -> PlanOfGraphs | None:
     """Run a model of several graphs, and return its plan; None if no part of it could be captured."""
     elsewhere, memory = _elsewhere(model, call, settings), None
-    if settings.device is not None:
+    if settings.device is not None and settings.device_mem is None:
         inputs = bytes_of_inputs(pytree.tree_leaves(call), settings.device)
-        memory = memory_of(model, inputs, settings.device, settings.optimizer)
+        memory = replace(memory_of(model, inputs, settings.device, settings.optimizer), waiting=0)
     if is_auto := memory is not None and isinstance(settings.budget, Auto):
         settings = replace(settings, mem=max(1, stated(memory).auto))
     try:
@@ -257,7 +259,7 @@ def _plan_of_several(model: nn.Module, call: Call, settings: Options) -> PlanOfG
             found = planned_by_running(model, settings, *call)
     except BudgetTooSmall as error:
         raise error.explained(note=memory.shortage(error.minimum)) if memory and is_auto else error from None
-    return found and replace(found, on_device=memory)
+    return replace(found, on_device=memory) if found and memory else found
 
 
 def _plan_of_one(model: nn.Module, call: Call, **options: Any) -> Plan:

@@ -91,7 +91,7 @@ class PlannedGraphs:
     calls: tuple[PlannedCall, ...]
     paths: tuple[KnownPath, ...]
     weights: int = 0  # bytes of parameters that live on the host
-    estimated: str = ""  # what times and workspaces are estimated for, if they were not measured
+    estimated: str = ""  # what is estimated, and for which device, if it was not measured
     # the memory of everything else on a device that the user named to plan for; None: the user named none
     on_device: DeviceMemory | None = None
 
@@ -243,7 +243,7 @@ class PlannedGraphs:
         yield "predicted peak", f"{format_bytes(self.predicted_peak)}, {spared} less than keeping everything"
         yield "predicted time", f"{format_seconds(self.predicted_time)} in graphs, {slower:.3f}x of keeping everything"
         if self.estimated:
-            yield "estimated", f"times and workspaces, {self.estimated}"
+            yield "estimated", self.estimated
         of_all = ", for all known paths" if len(self.paths) > 1 else ""
         yield "least budget", f"{format_bytes(self.minimum)}{of_all}"
         yield "between graphs", f"{before} at most when a call begins: inputs, outputs, and ops that stay Python"

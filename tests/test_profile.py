@@ -284,7 +284,7 @@ class Breaks(nn.Module):
 )
 def test_what_cannot_be_planned_is_refused_as_by_plan(make: Callable[[], tuple[Any, Any]]) -> None:
     said = []
-    for look in (lambda *a: fxremat.plan(*a, mem="100%", **OPTIONS), lambda *a: fxremat.profile(*a, **OPTIONS)):
+    for look in (lambda *a: fxremat.capture(*a, **OPTIONS), lambda *a: fxremat.profile(*a, **OPTIONS)):
         torch._dynamo.reset()
         with pytest.raises((fxremat.FxrematError, RuntimeError)) as error:  # of fxremat, or the plain model's own
             look(*make())

@@ -166,7 +166,7 @@ def test_what_is_not_one_graph_is_refused_with_the_line_and_the_way_out(
 ) -> None:
     case = libraries.get(name, "small")
     with pytest.raises(fxremat.CaptureError) as error:
-        fxremat.plan(case.model(), case.batch(), mem="60%", **QUICK)
+        fxremat.plan(case.model(), case.batch(), mem="60%", fullgraph=True, **QUICK)
     text = str(error.value)
     assert "\n" not in text
     assert line in text

@@ -11,8 +11,9 @@ from fxremat.graphs.nodes import tangents_in
 
 aten = torch.ops.aten
 
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+"""Ops whose results are contiguous, in whatever layout their operands are."""
 OWN_LAYOUT = {
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
     aten.convolution_backward.default,
     aten.native_layer_norm_backward.default,
     aten._softmax_backward_data.default,
@@ -51,13 +52,16 @@ def laid_out_by_others(graph: fx.Graph) -> set[fx.Node]:
     """Return the gradients of outputs that are passed in, and all nodes whose memory layout may depend on theirs."""
     found = handed_in(graph)
     for node in graph.nodes:
-        if not _has_own_layout(node) and not found.isdisjoint(node.all_input_nodes):
+        if not found.isdisjoint(_deciding(node)):
             found.add(node)
     return found
 
 
-def _has_own_layout(node: fx.Node) -> bool:
-    """Tell whether the results of an op lie alike, in whatever layout the gradient comes that it reads."""
-    if node.target in OWN_LAYOUT_ON_CPU:
-        return all(read.meta["val"].device.type == "cpu" for read in node.all_input_nodes)
-    return node.target in OWN_LAYOUT
+def _deciding(node: fx.Node) -> list[fx.Node]:
+    """Return the operands by whose layouts the results of an op may lie; a gradient comes first."""
+    if node.target in PRODUCTS:
+        return []
+    own = node.target in OWN_LAYOUT or (
+        node.target in OWN_LAYOUT_ON_CPU and all(read.meta["val"].device.type == "cpu" for read in node.all_input_nodes)
+    )
+    return [read for read in node.all_input_nodes if not own or read is not node.args[0]]

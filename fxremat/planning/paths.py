@@ -346,6 +346,11 @@ class PathPlans:
         """Discard all that is known of paths, so that the next step is measured and planned as the first one was."""
         self.root, self._last, self._plan, self._in_vain, self._stale = Node(None), (), None, 0, True
 
+    def add_loss(self, size: int) -> None:
+        """Count these bytes after the last call of the last step, for a loss that it had not."""
+        if self._last:
+            self._last[-1].after += size
+
     def forget(self) -> None:
         """Discard the chosen programs, so that `renew` chooses anew."""
         for node in self.root.walk():
@@ -536,8 +541,10 @@ class PathPlans:
         """What costs are estimated for, in words."""
         here = self._device.type
         device = self._options.device or Device.named(here)
+        if self._options.timer is not None:
+            return f"workspaces for {device}; times as given"
         kernels = "its kernels" if device.torch_device.type == here else f"the kernels of the {here}, where it ran"
-        return f"for {device} and {kernels}"
+        return f"times and workspaces, for {device} and {kernels}"
 
     def _paths(self, mem: int) -> tuple[KnownPath, ...]:
         found = []

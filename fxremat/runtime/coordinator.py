@@ -96,8 +96,10 @@ class Coordinator:
         self.device, self._parameters = device, parameters
         self._weights = weights or ResidentWeights()
         self._gradients = options.loss_outside.gradients
+        self._told_loss = options.loss_outside.size
         # what the ops of graphs allocate here is not what they take on the device that the user named
         self._elsewhere = options.device is not None and options.device.torch_device.type != device.type
+        self._has_loss_outside = False  # of the last step: the model has returned more than numbers
         self._sums = GradientSums(device)
         self.steps = 0  # number of steps that have begun
         self._step: Step | None = None
@@ -127,10 +129,14 @@ class Coordinator:
     def planned_within(self, options: Options) -> PlanOfGraphs | None:
         """Plan the last step's sequence of calls for another budget; None before a step was measured exactly.
 
+        The steps were tried without a loss outside the model: what the user has told of one is added.
+
         Raises:
             BudgetTooSmall: it does not fit into the budget.
         """
         self.settle()
+        if self._told_loss and self._has_loss_outside:
+            self.plans.add_loss(self._told_loss)
         self.take(options)
         self._renew()
         return self.plans.plan
@@ -304,6 +310,7 @@ class Coordinator:
             trained = [*losses, *apart]
         numbers = sum(assumed_for(count, dtype) for count, dtype in trained if count == 1)
         step.outside[step.forwards] = sum(assumed_for(count, dtype) for count, dtype in trained if count > 1)
+        self._has_loss_outside = step.outside[step.forwards] > 0
         # a loss, and the gradient that its backward begins with, stay
         step.meter.leave(step.outside[step.forwards] + max(numbers, assumed_for(1, torch.float32)))
 

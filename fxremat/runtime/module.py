@@ -220,9 +220,8 @@ class _Training:
         """The reason why the model has to be captured as one graph; "" if there is none."""
         backend = self.backend
         looks = backend.until is Until.CAPTURED or (backend.until is Until.PLANNED and not self.may_try)
-        if looks:
-            return NOT_RUN
-        return backend.options.needs_one_graph or ("a model whose parameters ranks share" if self.shared else "")
+        shared = "a model whose parameters ranks share" if self.shared else ""
+        return backend.options.needs_one_graph or shared or (NOT_RUN if looks else "")
 
     def look_at_global_hooks(self) -> None:
         """Capture the model again at this call if hooks of all modules were added or removed: dynamo guards none."""
@@ -521,16 +520,19 @@ def planned_by_running(
 ) -> PlanOfGraphs | None:
     """Return the plan of a model that is several graphs, for which a few steps run; None if no graph could be captured.
 
-    The steps take the least memory. Buffers, gradients and the random generators are as before afterwards.
+    The steps take the least memory. Buffers, gradients and the random generators are as before afterwards. Parameters
+    stay where they are: no plan has them on the host.
     """
+    options = options.without_choice()
     module = drop_in(model, options if options.device_mem else replace(options, mem="min"))
     training = module._fxremat
     training.telling = PLANNED
     plan_now(module, args, kwargs)
-    coordinator = training.backend.coordinator
+    coordinator, division = training.backend.coordinator, training.backend.options.division
     if coordinator is None:
         return None
-    return coordinator.plan if options.device_mem else coordinator.planned_within(options.without_choice())
+    plan = coordinator.plan if options.device_mem else coordinator.planned_within(options)
+    return replace(plan, on_device=division.memory) if plan and division else plan
 
 
 def drop_in(model: nn.Module, options: Options, target: Device | None = None) -> Rematerialized:

@@ -25,6 +25,7 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module, only: Set[str] | None = None) -> None:
+        self._model = model
         self._values = [
             (name, buffer, buffer.clone() if only is None or _may_write(name, only) else None, version_of(buffer))
             for name, buffer in model.named_buffers()
@@ -42,9 +43,11 @@ class Buffers:
         }
 
     def restore(self) -> None:
-        """Set the buffers that were copied back to the copied values."""
+        """Put buffers that the model has replaced back, and the copied values into those that were copied."""
         with torch.no_grad():
-            for _, buffer, before, _ in self._values:
+            for name, buffer, before, _ in self._values:
+                owner, _, own = name.rpartition(".")
+                self._model.get_submodule(owner)._buffers[own] = buffer
                 if before is not None:
                     buffer.copy_(before)
 

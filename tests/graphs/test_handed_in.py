@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks import meter
-from fxremat.graphs.handed_in import OWN_LAYOUT, OWN_LAYOUT_ON_CPU, layout_of
+from fxremat.graphs.handed_in import OWN_LAYOUT, OWN_LAYOUT_ON_CPU, PRODUCTS, layout_of
 from fxremat.settings import Search
 
 aten = torch.ops.aten
@@ -98,7 +98,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("op", sorted(OWN_LAYOUT | OWN_LAYOUT_ON_CPU, key=str), ids=str)
+@pytest.mark.parametrize("op", sorted(PRODUCTS | OWN_LAYOUT | OWN_LAYOUT_ON_CPU, key=str), ids=str)
 def test_results_lie_alike_for_gradients_in_any_layout(op: Any) -> None:
     (calls,) = (of for name, of in CALLS.items() if name in str(op))
     for call, y in calls(op):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -97,6 +98,65 @@ def test_the_model_is_as_before(caplog: pytest.LogCaptureFixture) -> None:
     assert told.startswith("Net is several graphs, which only a run shows: a few steps run for this plan")
 
 
+class Counting(Net):
+    """Counts its calls in a buffer that it replaces, and has a method that trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return super().forward(x)
+
+    def training_step(self, x: Tensor) -> None:
+        self(x).backward()
+
+
+def test_buffers_that_the_model_replaces_are_put_back() -> None:
+    model = Counting()
+    count = model.count
+    fxremat.plan(model, rows(), mem="70%", **ESTIMATED)
+    assert model.count is count
+    assert count == 0
+
+
+def test_a_method_that_may_train_is_not_tried() -> None:
+    model = Counting()
+    with pytest.raises(fxremat.CaptureError):
+        fxremat.plan(model, rows(), mem="70%", method="training_step", **ESTIMATED)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.count == 0
+
+
+def test_parameters_stay_on_the_device() -> None:
+    model = net()
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    options: dict[str, Any] = {"exact": True, "optimizer": torch.optim.AdamW(model.parameters()), **QUICK}
+    for device_mem in ("1MiB", "100KiB"):
+        with contextlib.suppress(fxremat.BudgetTooSmall):
+            fxremat.plan(model, rows(), device_mem=device_mem, **options)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+
+
+class Hidden(Net):
+    """Returns rows, of which a loss outside is computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = x + block(x)
+            if number == 1 and x.sum().item() > 1e9:
+                x = x * 2
+        return x
+
+
+def test_a_loss_that_the_user_tells_of_counts() -> None:
+    without, beside = (
+        fxremat.plan(Hidden(), rows(), mem="100%", loss=loss, **ESTIMATED) for loss in (None, "20MB")
+    )
+    assert without.predicted_peak < parse_bytes("20MB") <= beside.predicted_peak
+
+
 def test_a_step_with_estimated_costs_fits_and_has_the_bits_of_plain_training() -> None:
     ours, plain = fxremat.compile(net(), mem="70%", **ESTIMATED), net()
     x = rows()
@@ -167,6 +227,8 @@ def test_what_a_device_has_left_is_a_budget() -> None:
 def test_all_that_a_process_has_is_a_budget() -> None:
     plan = planned(None, device_mem="1MiB")
     assert plan.predicted_peak <= plan.budget < parse_bytes("1MiB")
+    assert plan.on_device is not None
+    assert plan.on_device.total == parse_bytes("1MiB")
 
 
 @pytest.mark.parametrize(
