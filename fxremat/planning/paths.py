@@ -538,7 +538,7 @@ class PathPlans:
 
     @property
     def _estimated(self) -> str:
-        """What costs are estimated for, in words."""
+        """The device and kernels that costs are estimated for, in words."""
         here = self._device.type
         device = self._options.device or Device.named(here)
         if self._options.timer is not None:

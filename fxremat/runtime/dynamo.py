@@ -167,7 +167,7 @@ class Until(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a call that is planned may change in a `Backend`, to be taken back if nothing fits."""
+    """Settings of a `Backend` that a planned call may change, to be taken back if nothing fits."""
 
     options: Options
     divided_for: tuple[int, int, int]
@@ -784,7 +784,7 @@ class Backend:
 
     @property
     def settings(self) -> Settings:
-        """What a call may change here; see `take_back`."""
+        """The settings that a call may change here; see `take_back`."""
         return Settings(
             options=self.options, divided_for=self._divided_for, weights=self.weights, plans=tuple(self.plans)
         )

@@ -193,7 +193,7 @@ class _Training:
     # `plain`, captured by dynamo as several graphs; None: it is captured as one graph
     in_parts: Callable[..., Any] | None = None
     broken_by: str = ""  # why the model is several graphs, until that was told
-    telling: str = TRAINED  # how that is told
+    telling: str = TRAINED  # the warning that tells it
     not_one_graph: str = ""  # the error of its capture as one graph
     # True while a model of several graphs may run once, in order to be planned before its first training call
     may_try: bool = False
