@@ -696,6 +696,21 @@ def compiled_in_parts(
     return _captured_by(capture, forward, backend, name, fullgraph=False)
 
 
+def trace_again(modules: Iterable[torch.nn.Module]) -> None:
+    """Let dynamo look again at the methods of modules that it has skipped before, for another `torch.compile`.
+
+    dynamo marks the code of a function that it has skipped once, such as one whose graph ends in a loop, or
+    `Sequential.forward`, for all callbacks of the process (`set_code_exec_strategy`, torch 2.11 to 2.15). Functions
+    that the user has disabled keep their mark.
+    """
+    frames: Any = torch._dynamo.eval_frame
+    classes = {kind for module in modules for kind in type(module).__mro__ if kind is not torch.nn.Module}
+    looked_at = frames.FrameExecStrategy(frames.FrameAction.DEFAULT, frames.FrameAction.DEFAULT)
+    for method in (method for kind in classes for method in vars(kind).values()):
+        if isinstance(method, types.FunctionType) and not getattr(method, "_torchdynamo_disable", False):
+            frames.set_code_exec_strategy(method.__code__, looked_at)
+
+
 def in_backward() -> bool:
     """Tell whether this thread runs a backward."""
     return backward_task() != -1

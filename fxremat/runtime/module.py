@@ -82,6 +82,7 @@ from fxremat.torch_private import (
     planning_error,
     sizes_unmarked,
     storage_of,
+    trace_again,
     write_forward,
 )
 from fxremat.units import format_bytes
@@ -295,6 +296,7 @@ class _Training:
         backend.coordinator = coordinator = Coordinator(options, backend.model, where, device, parameters, weights)
         name = f"{options.method} of {backend.model}"
         dynamic = options.may_change if options.resizable else None
+        trace_again(self.model.modules())
         self.in_parts = compiled_in_parts(self.plain, backend, name, dynamic, coordinator.capturing)
         return coordinator
 

@@ -1104,6 +1104,32 @@ def test_of_a_model_without_graphs_only_one_thing_is_told(caplog: pytest.LogCapt
     assert "is trained as several graphs" not in caplog.text
 
 
+class Experts(nn.Module):
+    """Two experts in a loop, each for the rows that a router sends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, out = self.router(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            out = out.index_add(0, rows, expert(x[rows]))
+        return out.square().mean()
+
+
+def test_functions_that_torch_compile_skipped_before_are_captured() -> None:
+    torch._dynamo.reset()
+    plain, x = Experts(), rows()
+    compiled = fxremat.compile(copy.deepcopy(plain), mem="80%", search=QUICK)
+    torch.compile(plain, backend="aot_eager")(x).backward()  # dynamo marks the code that it skips, for all models
+    for _ in range(4):
+        compiled(x).backward()
+    assert {call.name for call in compiled.plan.calls} >= {"experts.0", "experts.1"}
+
+
 class Spectrum(nn.Module):
     """Eigenvalues that cross a break; their backward checks for errors, which is an effect with a token."""
 
