@@ -32,6 +32,7 @@ from fxremat.step.step_graph import StepGraph
 AT_MOST = 12  # number of save options of a block, including option 0
 GRAIN = 16  # flow capacities are integers, in units of 1 / 16 byte
 LEAST_STEP = 0.02  # frontier points closer than this fraction of the block's bytes count as one
+Solved = dict[object, list[tuple[int, ...]]]  # what decides a block's options -> for each, the places of its values
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,15 @@ class SaveSet:
     seconds: float  # seconds of the ops that have to run again before the backward
 
 
-def add_options(layout: Layout, seconds: Sequence[float], sizes: Sequence[int]) -> Layout:
+def add_options(layout: Layout, seconds: Sequence[float], sizes: Sequence[int], solved: Solved | None = None) -> Layout:
     """Return the layout with several ways to save each block as its options; equal blocks are solved only once.
 
     Args:
         seconds: seconds of each op, by number.
         sizes: bytes of each value, by number.
+        solved: the blocks that were solved before, in other layouts, to which this adds its own.
     """
-    solved: dict[object, list[tuple[int, ...]]] = {}
+    solved = {} if solved is None else solved
     options: list[list[frozenset[int]]] = []
     for block in layout.blocks:
         key = _shape(layout, block, seconds, sizes)

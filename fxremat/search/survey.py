@@ -22,7 +22,7 @@ from fxremat.errors import BudgetTooSmall, FxrematError, InvalidSchedule
 from fxremat.linearize.chain_of import chain_of
 from fxremat.linearize.crossings import carry_levels, crossings, low_cuts
 from fxremat.linearize.lay_out import lay_out
-from fxremat.linearize.save_sets import add_options
+from fxremat.linearize.save_sets import Solved, add_options
 from fxremat.linearize.towers import find_towers, join_of, on_the_layout
 from fxremat.search.candidate import Candidate, FromJoin, FromSchedule, Frontier, unbeaten
 from fxremat.search.executions import Executions
@@ -196,8 +196,9 @@ def _layouts(graph: StepGraph, costs: Costs, blocks: int, most: int | None = Non
     chosen = [way for way in distinct if not min(largest.values()) <= LUMP < largest[way]]
     if most is not None:
         chosen = sorted(chosen, key=lambda way: _weight(graph, costs, *way))[:most]
+    solved: Solved = {}
     for ends, carried in chosen:
-        yield add_options(lay_out(graph, ends, carried), costs.seconds, costs.sizes.values)
+        yield add_options(lay_out(graph, ends, carried), costs.seconds, costs.sizes.values, solved)
 
 
 def _largest(ends: Sequence[int], count: int) -> int:
