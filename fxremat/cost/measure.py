@@ -22,7 +22,7 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -78,6 +78,7 @@ def measure(
     order: Callable[[], Sequence[int]] | None = None,
     ranks: Agreement = ALONE,
     limit: int | None = None,
+    like: Captured | None = None,
 ) -> Costs:
     """Return the costs of the ops of a joint graph; each distinct op is measured once, or read from the cache.
 
@@ -90,6 +91,8 @@ def measure(
             seconds and bytes are the largest over the ranks.
         limit: bytes within which compiled regions are measured (`cost.region_costs`), as far as the order allows; None:
             any number.
+        like: a graph that was measured before, of which this one is a rewrite that leaves layouts as they are: no step
+            runs then, and each op that it adds is measured by itself.
 
     Raises:
         LayoutsDiffer: the step was traced with views that real layouts do not allow.
@@ -100,9 +103,15 @@ def measure(
     cache = CostCache.of_device(device)
     layouts = f"layouts {_digest(joint)}"
     refused = _refused(cache, layouts)
+    if refused is None and like is not None and (seen := _refused(cache, f"layouts {_digest(like)}")) is not None:
+        _keep_refused(cache, layouts, refused := _refused_alike(joint, like, seen))
     unchecked = any(ranks.gathered(refused is None, "comparing layouts"))
     fresh = frozenset[int]() if unchecked else frozenset(_of_all(ranks, refused or ()))
     missing = _of_all(ranks, _missing(joint, cache, fresh))
+    if missing and like is not None and not unchecked:
+        each = partial(_each_alone, joint, missing, device, cache, fresh)
+        ranks.together("measuring", lambda: unprofiled(each), meeting=True)
+        missing = _of_all(ranks, _missing(joint, cache, fresh))
     if unchecked or missing:
         walk = partial(_measure, joint, inputs, order, device, cache, layouts, missing, fresh, ranks, limit)
         differing, fresh = ranks.together("measuring", lambda: unprofiled(walk), meeting=True)
@@ -162,6 +171,20 @@ def _refused(cache: CostCache, layouts: str) -> list[int] | None:
     """
     numbers = cache.numbers(layouts)
     return None if numbers is None else [int(number) - 1 for number in numbers[1:]]
+
+
+def _refused_alike(joint: Captured, like: Captured, refused: Collection[int]) -> list[int]:
+    """Return the ops of a graph that need a new result, from those of another that has most of its ops.
+
+    Of what the other one lacks, all that might overwrite an operand do.
+    """
+    bear_it = {
+        (node.name, node.target)
+        for op, node in zip(like.ops, like.nodes, strict=True)
+        if op.overwrites is not None and op.index not in refused
+    }
+    named = [(node.name, node.target) for node in joint.nodes]
+    return [index for index in _overwriting(joint, range(len(named))) if named[index] not in bear_it]
 
 
 def _keep_refused(cache: CostCache, layouts: str, refused: Iterable[int]) -> None:
@@ -295,11 +318,30 @@ def _measure(
             fresh = frozenset(visitor.fresh)
             if ended:
                 _keep_refused(cache, layouts, fresh)
-        keys = op_keys(joint, fresh)
-        for index in _missing(joint, cache, fresh):
-            _alone(keys[index], joint.nodes[index], device, cache, fresh=index in fresh)
+        for _ in _measure_alone(joint, _missing(joint, cache, fresh), device, cache, fresh):
             next(bar, None)
     return {}, fresh
+
+
+def _each_alone(
+    joint: Captured, missing: Sequence[int], device: torch.device, cache: CostCache, fresh: frozenset[int]
+) -> None:
+    """Measure ops one by one on made-up data; those that cannot run so stay unknown, as do collectives."""
+    some = [index for index in missing if not joint.ops[index].communicates]
+    with quiet_world(device):
+        raise_clocks(device)
+        for _ in progress(_measure_alone(joint, some, device, cache, fresh), "measuring ops", total=len(some)):
+            pass
+    cache.save()
+
+
+def _measure_alone(
+    joint: Captured, ops: Sequence[int], device: torch.device, cache: CostCache, fresh: frozenset[int]
+) -> Iterator[int]:
+    keys = op_keys(joint, fresh)
+    for index in ops:
+        _alone(keys[index], joint.nodes[index], device, cache, fresh=index in fresh)
+        yield index
 
 
 def raise_clocks(device: torch.device, seconds: float = RISE_SECONDS) -> None:

@@ -100,6 +100,10 @@ class Compression:
         rounded = f"{len(self.rounded)} as {self.dtype} with a scale for each row" if self.rounded else ""
         return ", ".join(filter(None, [packed, rounded]))
 
+    def is_part_of(self, other: Compression) -> bool:
+        """Tell whether another rewrite rounds the same values, and packs all that this one packs."""
+        return self.rounded == other.rounded and set(self.packed) <= set(other.packed)
+
     def of(self, joint: Captured) -> Captured:
         """Return the graph with these values compressed. O(nodes)."""
         return _Rewriter(joint, self).run()

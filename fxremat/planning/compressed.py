@@ -60,11 +60,15 @@ def in_fewer_bytes(captured: Survey, options: Options) -> Iterator[Survey]:
     ways: Iterable[_Way] = captured.step.ranks.from_first(
         "compressing", lambda: tuple(_ways(captured, options, rewritten)) if best * FASTER > everything else ()
     )
-    for way in sorted(ways, key=lambda way: (way.seconds, -way.bytes)):
+    too_much = list[Compression]()  # ways that take all of the budget, or more; what packs fewer values takes more
+    for way in sorted(ways, key=lambda way: (way.seconds if best < inf else inf, -way.bytes)):
+        if any(way.compression.is_part_of(other) for other in too_much):
+            continue
         slow = everything < FASTER * best < inf
         if best == inf or (slow and (way.compression.rounded or way.seconds <= FASTER * best)):
-            one = surveyed(rewritten(way.compression), options, captured.limit)
+            one = surveyed(rewritten(way.compression), options, captured.limit, like=captured.step.graph)
             one = replace(one, compression=way.compression)
+            too_much += [way.compression] if one.frontier.minimum >= budget else []
             best = min(best, _seconds(one, budget))
             yield one
 

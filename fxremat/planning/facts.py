@@ -35,17 +35,21 @@ from fxremat.step.step_graph import Kind, StepGraph
 Order = Callable[[], Sequence[int]]  # a function that returns the order in which ops run while their costs are measured
 
 
-def facts_of(step: Step, options: Options, order: Order | None = None) -> Costs:
+def facts_of(
+    step: Step, options: Options, order: Order | None = None, like: Captured | None = None
+) -> Costs:
     """Return the costs of a step's ops: measured, or estimated where the user asks for that.
 
     Args:
         order: returns the order in which ops run while they are measured; None: the order of the graph.
+        like: a graph that was measured before, of which the step's is a rewrite that leaves layouts as they are: only
+            ops that it adds run.
     """
     graph = step.graph
     if not options.measures:
         costs = _estimated(graph, options)
     else:
-        costs = measure(graph, step.inputs, order=order, ranks=step.ranks)
+        costs = measure(graph, step.inputs, order=order, ranks=step.ranks, like=like)
     return with_loss(graph, costs, options)
 
 

@@ -281,8 +281,9 @@ def _rewritten(
     """Yield the programs of the graph with its largest ops in slices, in a few ways, and with what it saves packed."""
     peak = max(keep_all.forward, keep_all.backward)
     sliced = (found.joint for found in ways_to_slice(step.graph, peak, options))
-    for graph in (*sliced, *ways_to_pack(step.graph, peak, options)):
-        costs = facts_of(replace(step, graph=graph), options, order_of(graph))
+    packed = ((graph, step.graph) for graph in ways_to_pack(step.graph, peak, options))
+    for graph, like in (*((graph, None) for graph in sliced), *packed):
+        costs = facts_of(replace(step, graph=graph), options, order_of(graph), like)
         as_traced, copies = apart_from_copies(graph, costs)
         another, search = _another(graph, step.graph, costs), _Search.of(graph, as_traced, options, tier)
         for one in search.programs(graph):

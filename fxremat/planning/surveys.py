@@ -91,7 +91,12 @@ class Survey:
 
 
 def surveyed(
-    step: Step, options: Options, limit: Limit, sliced: SlicedJoint | None = None, rate: float | None = None
+    step: Step,
+    options: Options,
+    limit: Limit,
+    sliced: SlicedJoint | None = None,
+    rate: float | None = None,
+    like: Captured | None = None,
 ) -> Survey:
     """Find the costs of a step's ops, and the Pareto frontier of its programs up to the budget.
 
@@ -99,10 +104,11 @@ def surveyed(
         sliced: the rewritten graph, if ops of the step run in slices.
         rate: None: measure the ops. A number: run nothing; ops that were never measured are estimated, and their
             seconds multiplied by it.
+        like: see `facts_of`.
     """
     measured = rate is None or not options.measures
     if measured:
-        costs = facts_of(step, options, partial(limit.order_of, step))
+        costs = facts_of(step, options, partial(limit.order_of, step), like)
     else:
         costs = assumed_facts(step.graph, options, rate or 1.0)
     frontier, begun = _frontier(step, costs, options, limit)

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 import fxremat
 from benchmarks import meter
 from fxremat import Offload, Search
+from fxremat.cost.measure import measure
+from fxremat.cost.walk import Walk
+from fxremat.planning import surveys
 from fxremat.planning.compressed import ways_to_pack
+from fxremat.search.candidate import Frontier
+from fxremat.step.costs import Costs
+from fxremat.step.step_graph import StepGraph
 from tests.dags import few
 from tests.steps import differences, step_of
 
@@ -102,6 +108,38 @@ def test_less_memory_is_needed_at_least(name: str) -> None:
     assert with_it.budget < without.budget
     assert step.least() == with_it.budget
     assert "compressed" in str(with_it)
+
+
+def test_what_packs_less_than_a_way_that_just_fits_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, searched, real = rough("perceptrons"), set[int](), surveys.survey
+
+    def spied(graph: StepGraph, *args: Any, **options: Any) -> Frontier:
+        searched.add(len(graph.ops))
+        return real(graph, *args, **options)
+
+    monkeypatch.setattr(surveys, "survey", spied)
+    least = step.plan("min").budget
+    assert len(searched) == 2  # as captured, and with all signs and masks packed
+    step.plan(int(1.1 * least))
+    assert len(searched) == 3  # with masks alone it may be faster
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_of_a_packed_step_only_the_added_ops_run_to_be_measured(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joint = rough(name).graph
+    (packed,) = ways_to_pack(joint, 1, rough(name).options)
+    measured = dict[bool, Costs]()
+    for walks in (True, False):
+        monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path / str(walks)))
+        measure(joint)
+        with monkeypatch.context() as patch:
+            if not walks:
+                patch.setattr(Walk, "run", lambda *_: pytest.fail("the whole step ran"))
+            measured[walks] = measure(packed, like=None if walks else joint)
+    assert measured[True].sizes == measured[False].sizes
+    assert measured[True].fresh == measured[False].fresh
 
 
 def test_the_measured_peak_is_within_the_least_budget() -> None:
