@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -70,11 +71,32 @@ def try_steps(
     trained = [tensor for tensor in (*model.parameters(), *tensors) if tensor.requires_grad]
     call: Callable[..., Any] = getattr(module, method)
     try:
-        for _ in range(TIMES):
-            with states.replayed(), host_draws_kept(), torch.enable_grad():
-                _backward(call(*args, **kwargs), trained)
+        with _gradients_aside(trained):
+            for _ in range(TIMES):
+                with states.replayed(), host_draws_kept(), torch.enable_grad():
+                    _backward(call(*args, **kwargs), trained)
     finally:
         buffers.restore()
+
+
+@contextlib.contextmanager
+def _gradients_aside(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within this context, `.grad` of these tensors is None, as a budget assumes at the start of a step."""
+    aside = [(leaf, leaf.grad) for leaf in tensors if leaf.is_leaf and _may_be_put_back(leaf)]
+    for leaf, _ in aside:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in aside:
+            leaf.grad = gradient
+
+
+def _may_be_put_back(leaf: torch.Tensor) -> bool:
+    """Tell whether autograd lets `.grad` be assigned as it is; not where the leaf got other data after it was made."""
+    gradient = leaf.grad
+    seen = [None if x is None else (x.dtype, x.shape, x.device) for x in (leaf, gradient)]
+    return gradient is not None and seen[0] == seen[1]
 
 
 def _backward(outputs: Any, trained: Sequence[torch.Tensor]) -> None:

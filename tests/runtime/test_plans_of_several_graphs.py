@@ -98,6 +98,16 @@ def test_the_model_is_as_before(caplog: pytest.LogCaptureFixture) -> None:
     assert told.startswith("Net is several graphs, which only a run shows: a few steps run for this plan")
 
 
+def test_gradients_that_are_there_do_not_count() -> None:
+    least = []
+    for there in (False, True):
+        model = net()
+        if there:
+            model(rows()).backward()
+        least.append(fxremat.plan(model, rows(), mem="60%", **ESTIMATED).minimum)
+    assert least[0] == least[1]
+
+
 class Counting(Net):
     """Counts its calls in a buffer that it replaces, and has a method that trains it."""
 
