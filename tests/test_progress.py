@@ -156,6 +156,32 @@ def test_the_log_names_the_sizes_and_the_third_of_them_is_warned_of(caplog: pyte
     assert many() == [said]
 
 
+class Recurrent(nn.Module):
+    """Runs a layer for each column of its input, so that other lengths have other ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x[:, 0]
+        for column in range(1, x.shape[1]):
+            state = self.layer(state + x[:, column]).tanh()
+        return state.sum()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_of_ops_that_depend_on_sizes_no_capture_for_all_is_promised(
+    dynamic: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = fxremat.compile(Recurrent(), mem="100%", costs="estimate", dynamic=dynamic)
+    for length in (5, 6, 7, 8):
+        compiled(torch.ones(3, length, 4)).backward()
+    (said,) = (each for each in caplog.messages if "input sizes one by one" in each)
+    assert "the model runs other ops for other sizes" in said
+    assert "dynamic=True" not in said
+
+
 class Adding(nn.Module):
     """Adds up to two more inputs."""
 

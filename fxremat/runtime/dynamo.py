@@ -245,6 +245,8 @@ class Backend:
         # the combinations of input sizes that were planned for, as text, each after what such calls are given
         self._called_with: set[tuple[object, str]] = set()
         self._given: object = None  # what the graph is given that is being compiled, whatever the sizes
+        # by what calls are given: what they do, whatever the sizes, and the sizes at which that was captured first
+        self._first_sizes: dict[object, dict[object, str]] = {}
         self.captured_again = 0  # number of captures for input sizes that had been planned for
         # indices of the inputs that the graph writes to which is being compiled, if it has no backward
         self._writes_alone = list[int]()
@@ -275,7 +277,7 @@ class Backend:
         try:
             loss_alone = self.coordinator is None and self.options.loss_outside.gradients == "loss"
             if loss_alone and (outputs.beside or outputs.mixed):
-                kind = _without_sizes(module.graph)
+                kind = _inputs_and_outputs(module.graph)
                 return AuxiliaryOutputs(module, outputs, self._differentiate, inputs, self._gradients, kind)
             run = self._differentiate(module, inputs) if self.coordinator is None else self._or_plain(module, inputs)
             return run if self.coordinator is None else checking(run, checks)
@@ -315,9 +317,13 @@ class Backend:
         self._placeholders = placeholders
         kind = _without_sizes(module.graph)
         self._given = tuple(each for each in kind if not isinstance(each, str))
+        first_sizes = self._first_sizes.setdefault(self._given, {})
+        is_new = kind not in first_sizes
+        first_sizes.setdefault(kind, _shapes_at(_input_places(placeholders), inputs))
         self._largest_call = self._largest_calls.setdefault(kind, LargestCall(among=self._largest_calls))
-        self._outputs = self._of_callers.setdefault(kind, DroppedOutputs())
-        gradients = self._gradients.of(kind)
+        kind_of_outputs = _inputs_and_outputs(module.graph)
+        self._outputs = self._of_callers.setdefault(kind_of_outputs, DroppedOutputs())
+        gradients = self._gradients.of(kind_of_outputs)
         self._captured_next = lambda: not gradients.silent.isdisjoint(outputs.mixed)
         backend = aot_backend(
             fw_compiler=lambda graph, _: self._forward(graph, made[-1]),
@@ -336,10 +342,14 @@ class Backend:
             self._inputs = ()  # dynamo keeps backends alive, which must not keep the model alive
             self._placeholders = ()
         if self.until is Until.RUN:
+            unrolled = len({*first_sizes.values()})  # the number of sizes that have ops of their own
             if len(self._called_with) > before:
-                self._warn_of_many(time.monotonic() - began)
+                combinations = sum(given == self._given for given, _ in self._called_with)
+                self._warn_of_many(combinations, time.monotonic() - began, unrolled=unrolled >= MANY_SIZES)
             else:
                 self.captured_again += 1
+                if is_new and self.options.may_change is True:
+                    self._warn_of_many(unrolled, time.monotonic() - began, unrolled=True)
         if self._writes_alone:
             compiled = self._keeping_values(module, self._writes_alone)
         rerun, self._rerun = self._rerun, None
@@ -859,18 +869,26 @@ class Backend:
         """True if a graph is captured for each value of an integer that a module has as attribute."""
         return self._fixed or self.options.may_change is not None
 
-    def _warn_of_many(self, seconds: float) -> None:
-        """Warn, after `MANY_SIZES` combinations of sizes of the same inputs, what each further one will cost."""
-        if sum(given == self._given for given, _ in self._called_with) == MANY_SIZES:
-            log.warning(
-                "this model was planned for %d combinations of input sizes one by one, the last in %.1f s; every new "
-                "one is captured and planned when it comes: %s",
-                MANY_SIZES,
-                seconds,
-                "fxremat.compile(..., dynamic=True) captures it once for all sizes"
-                if self.options.resizable and not self._fixed and self.options.may_change is not True
-                else "pad inputs to a few sizes, and drop the last, smaller batch",
-            )
+    def _warn_of_many(self, combinations: int, seconds: float, *, unrolled: bool) -> None:
+        """Warn, after `MANY_SIZES` combinations of sizes of the same inputs, what each further one will cost.
+
+        Args:
+            unrolled: other sizes make other ops, so that no graph is for all of them.
+        """
+        if combinations != MANY_SIZES:
+            return
+        advice = "pad inputs to a few sizes, and drop the last, smaller batch"
+        if unrolled:
+            advice = f"the model runs other ops for other sizes, as in a loop over an input, so {advice}"
+        elif self.options.resizable and not self._fixed and self.options.may_change is not True:
+            advice = "fxremat.compile(..., dynamic=True) captures it once for all sizes"
+        log.warning(
+            "this model was planned for %d combinations of input sizes one by one, the last in %.1f s; every new "
+            "one is captured and planned when it comes: %s",
+            MANY_SIZES,
+            seconds,
+            advice,
+        )
 
     def _kernels(self, inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         """Return a context that captures a step on a CPU with the CUDA ops of the target device, if there is one."""
@@ -1335,14 +1353,35 @@ def _without_sizes(graph: fx.Graph) -> tuple[object, ...]:
     """Return what a graph of dynamo calls, and with which kinds of tensors: equal for calls that differ in sizes."""
     found: list[object] = []
     for node in graph.nodes:
-        value = node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor):
-            continue
         if node.op == "placeholder":
-            found.append((value.dtype, value.dim(), value.device, value.requires_grad))
-        elif node.target is not operator.getitem and DETACHED not in node.meta:
+            found += _kind_of_tensor(node)
+        elif node.target is not operator.getitem and DETACHED not in node.meta and _kind_of_tensor(node):
             found.append(str(node.target))
     return tuple(found)
+
+
+def _inputs_and_outputs(graph: fx.Graph) -> tuple[object, ...]:
+    """Return which kinds of tensors a graph of dynamo takes, and what makes those that it returns.
+
+    Equal for calls of which a caller uses the same outputs, as far as a graph can tell: loops over the input run an op
+    more often if that is longer.
+    """
+    *_, end = graph.nodes
+    returned: Any = end.args[0]
+    found: list[object] = [kind for node in graph.find_nodes(op="placeholder") for kind in _kind_of_tensor(node)]
+    for output in returned:
+        if isinstance(output, fx.Node):
+            made = output.all_input_nodes[0] if DETACHED in output.meta else output
+            found.append((str(made.target), *_kind_of_tensor(made)))
+    return tuple(found)
+
+
+def _kind_of_tensor(node: fx.Node) -> list[object]:
+    """Return what is the same for tensors that differ in sizes, in a list; an empty one for what is no tensor."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor):
+        return []
+    return [(value.dtype, value.dim(), value.device, value.requires_grad)]
 
 
 def _to_trace(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Sequence[Any]:

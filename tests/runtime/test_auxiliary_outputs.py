@@ -401,3 +401,28 @@ def test_what_got_no_gradient_and_what_was_dropped_is_known_to_the_second_captur
     assert made[-1] <= 2
     compiled.zero_grad()
     assert compiled.plan.predicted_peak <= 1.01 * peak_bytes(lambda: compiled(x)["loss"].backward())
+
+
+class _Recurrent(nn.Module):
+    """Returns its loss, logits that the caller drops, and a pooled state, of a loop over the columns of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.pool = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 16 * WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        state = x[:, 0]
+        for column in range(1, x.shape[1]):
+            state = self.layer(state + x[:, column]).tanh()
+        logits = self.head(state)
+        return {"loss": logits.logsumexp(1).mean(), "logits": logits, "pooled": self.pool(state).tanh()}
+
+
+def test_what_got_no_gradient_and_what_was_dropped_is_known_of_a_longer_loop() -> None:
+    compiled = fxremat.compile(_Recurrent(), mem="4MB", **QUICK)
+    for length in (4, 5):
+        known = len(compiled.fxremat.plans)
+        for _ in range(4):
+            compiled(torch.randn(64, length, WIDTH))["loss"].backward()
+    assert len(compiled.fxremat.plans) == known + 1
