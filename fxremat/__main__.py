@@ -1,6 +1,7 @@
 """The command line: `fxremat solve | simulate | plan | fits | profile | ...`, or `python -m fxremat ...`.
 
-Exit 0 with the answer on stdout, or exit 2 (130 after Ctrl-C) with one line on stderr and nothing on stdout.
+Exit 0 with the answer on stdout, or exit 2 (130 after Ctrl-C) with one line on stderr, and nothing on stdout but a plan
+that could not be written to a file.
 `profile --compare` ends with 1 where the peak grew by more than the tolerance.
 """
 
@@ -204,10 +205,15 @@ def _plan(args: argparse.Namespace) -> str:
         return str(guarded(planning, lambda: compare(model, example_inputs, devices, **options)))
     options["costs"] = devices[0] if devices else _costs_here(args)
     found = guarded(planning, lambda: plan(model, example_inputs, **options))
-    _write(args.report, found.to_html)
-    if args.save is not None:
-        _writing(args.save, lambda: found.save(args.save))
-    return str(found.describe(full=args.full))
+    described = str(found.describe(full=args.full))
+    try:
+        _write(args.report, found.to_html)
+        if args.save is not None:
+            _writing(args.save, lambda: found.save(args.save))
+    except FxrematError:
+        print(described)  # planning may have taken a while
+        raise
+    return described
 
 
 def _costs_here(args: argparse.Namespace) -> str:

@@ -208,8 +208,13 @@ def _own_error(error: BaseException) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of an error; for torch 2.15's "Unsupported function call (delayed)", its reason."""
+    """Return the first line of an error, without torch's names of symbols.
+
+    For torch 2.15's "Unsupported function call (delayed)" it is its reason.
+    """
     text = str(error).strip()
+    if "Could not guard on data-dependent expression" in text.partition("\n")[0]:
+        return "Data-dependent branching"
     if text.startswith("Unsupported function call (delayed)") and (reason := re.search(r"Reason: ([^.\n]+)", text)):
         return reason[1]
     return text.splitlines()[0] if text else type(error).__name__

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -278,6 +279,33 @@ def test_the_command_line_plans(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert shown.startswith("fxremat plan of Net, 2 graphs, ")
     assert "\nH200\n" in shown
+
+
+def test_the_command_line_shows_a_plan_that_cannot_be_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert main(["plan", NAME, "--mem", "80%", "--save", str(path), *ARGUMENTS]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.startswith("fxremat plan of Net, 2 graphs, ")
+    assert f"{path} is not written: a plan of several graphs" in shown.err
+
+
+class Exits(nn.Module):
+    """Leaves out its second layer if values are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if x.abs().sum().item() > 1000:
+            return x.sum()
+        return self.second(x).sum()
+
+
+def test_that_a_branch_depends_on_data_is_said_without_symbols() -> None:
+    with pytest.raises(fxremat.CaptureError, match=r"item\(\) > 1000: \(Data-dependent branching\)\. Keep what"):
+        fxremat.compare(Exits(), torch.ones(2, 8), ["H100", "A100"], mem="100%")
 
 
 @pytest.mark.long
