@@ -1,8 +1,7 @@
 """The command line: `fxremat solve | simulate | plan | fits | profile | ...`, or `python -m fxremat ...`.
 
 Exit 0 with the answer on stdout, or exit 2 (130 after Ctrl-C) with one line on stderr, and nothing on stdout but a plan
-that could not be written to a file.
-`profile --compare` ends with 1 where the peak grew by more than the tolerance.
+that could not be written to a file. `profile --compare` ends with 1 where the peak grew by more than the tolerance.
 """
 
 import argparse

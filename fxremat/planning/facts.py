@@ -35,9 +35,7 @@ from fxremat.step.step_graph import Kind, StepGraph
 Order = Callable[[], Sequence[int]]  # a function that returns the order in which ops run while their costs are measured
 
 
-def facts_of(
-    step: Step, options: Options, order: Order | None = None, like: Captured | None = None
-) -> Costs:
+def facts_of(step: Step, options: Options, order: Order | None = None, like: Captured | None = None) -> Costs:
     """Return the costs of a step's ops: measured, or estimated where the user asks for that.
 
     Args:

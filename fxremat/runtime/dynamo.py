@@ -348,7 +348,7 @@ class Backend:
                 self._warn_of_many(combinations, time.monotonic() - began, unrolled=unrolled >= MANY_SIZES)
             else:
                 self.captured_again += 1
-                if is_new and self.options.may_change is True:
+                if is_new and self.coordinator is None and self.options.may_change is True:
                     self._warn_of_many(unrolled, time.monotonic() - began, unrolled=True)
         if self._writes_alone:
             compiled = self._keeping_values(module, self._writes_alone)
