@@ -11,12 +11,12 @@ candidates that still recompute one are dropped, and times are corrected (`fair`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxremat.device import kind_of
@@ -78,9 +78,22 @@ def check_meant(graph: Captured, never_again: Sequence[Wish]) -> None:
     """Raise `FxrematError` for a pattern of module names that matches no forward op."""
     for wish in never_again:
         if isinstance(wish, str) and not any(_is_meant(graph, op.index, wish) for op in graph.forward_ops):
-            modules = sorted({source.module for source in graph.sources if source.module})
-            some = f"; some modules are {', '.join(modules[:4])}" if modules else ""
-            raise FxrematError(f"never_again or keep: no op of the forward belongs to a module {wish!r}{some}")
+            modules = {source.module for source in graph.sources}
+            raise _unmatched(wish, "no op of the forward belongs to a module", modules)
+
+
+def check_named(model: nn.Module, never_again: Sequence[Wish]) -> None:
+    """Raise `FxrematError` for a pattern that matches no module of a model, of which each graph has some."""
+    names = {name for name, _ in model.named_modules()}
+    for wish in never_again:
+        if isinstance(wish, str) and not any(fnmatchcase(name, wish) for name in names):
+            raise _unmatched(wish, "the model has no module", names)
+
+
+def _unmatched(wish: str, trouble: str, modules: Set[str]) -> FxrematError:
+    names = ", ".join(sorted(modules - {""})[:4])
+    some = f"; some modules are {names}" if names else ""
+    return FxrematError(f"never_again or keep: {trouble} {wish!r}{some}")
 
 
 def _is_meant(graph: Captured, op: int, wish: Wish) -> bool:

@@ -38,6 +38,7 @@ from fxremat.ops.random import GeneratorStates, HostDraws, devices_of
 from fxremat.options import Options
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.planning.captured_step import CapturedStep
+from fxremat.planning.wishes import check_named
 from fxremat.plans import Plan
 from fxremat.progress import telling
 from fxremat.runtime.attention_masks import (
@@ -264,6 +265,7 @@ class _Training:
         place = graph_break_place(error) if backend_failure(error) is None else None  # else the error says more
         named = submodule_error(self.model, error) or clear
         where = named.place or ("" if place is None or place == UNKNOWN_LINE else place)
+        check_named(self.model, backend.options.wishes)
         self._coordinate(where)
         self.not_one_graph = str(clear).rstrip(".")
         self.broken_by = f"tracing stops at {where}" if where else self.not_one_graph

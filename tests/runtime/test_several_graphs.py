@@ -341,6 +341,13 @@ def test_what_is_never_to_run_again_does_not() -> None:
     assert peak_of(ours, rows()) <= ours.plan.budget
 
 
+@pytest.mark.parametrize("option", ["keep", "never_again"])
+def test_a_module_that_is_not_there_is_refused(option: str) -> None:
+    ours, _ = twins(mem="min", **{option: "*.router"})
+    with pytest.raises(fxremat.FxrematError, match=r"the model has no module '\*.router'; some modules are blocks,"):
+        ours(rows())
+
+
 class Talking(nn.Module):
     def __init__(self) -> None:
         super().__init__()
