@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Self
@@ -70,7 +70,13 @@ class KnownPath:
 
     calls: int
     share: float  # fraction of all steps that made these calls
-    peak: int | None  # peak bytes; None: nothing fits into the budget
+    peak: int | None  # peak bytes, at the largest sizes; None: nothing fits into the budget
+
+    def beside(self, other: KnownPath) -> KnownPath:
+        """Return these calls together with the same ones at other sizes."""
+        peaks = (self.peak, other.peak)
+        peak = None if None in peaks else max(filter(None, peaks), default=0)
+        return replace(self, share=self.share + other.share, peak=peak)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,7 +1,9 @@
 """Plans of a model that dynamo captures as several graphs.
 
 Each step calls a sequence of the graphs, a path. The known paths form a tree, whose nodes are calls of a graph.
-What runs between calls is not planned; its memory is measured.
+What runs between calls is not planned; its memory is measured. Where sizes change, steps share nodes if the first
+calls of each forward of the model need about the same bytes (`size_class`): a short step does not recompute what a long
+one has to. Sizes that come for the first time run as planned for the next larger ones that are known.
 
     next(node, graph)       the node of the next call
     learn(numbers)          stores the bytes that were measured during a step
@@ -14,9 +16,10 @@ What runs between calls is not planned; its memory is measured.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -41,11 +44,19 @@ from fxremat.units import Auto, Least, Percent, format_bytes
 log = logging.getLogger(__name__)
 
 MOST_IN_VAIN = 5  # number of steps with incomplete measurements after which planning goes on with what is known
+CLASSES = 4  # number of classes of sizes from some bytes to twice as many
+PATIENCE = 16  # number of steps that are measured while sizes which run as planned for larger ones may come again
 MARGIN = 0.01  # a measured number counts as grown if it grew by more than this fraction
 VARYING = 0.002  # a budget that an error names has this fraction for bytes between calls that differ from step to step
 BESIDE = "beside the graphs (gradients of parameters, inputs, outputs, and what Python holds)"
 
 Numbers = dict[str, int]  # measured fields of a `Node`, by name
+
+# the fields of a `Node` that steps have shown, and the programs that were chosen by them
+_MEASURED = [
+    *("ahead", "before", "after", "back", "behind", "freed", "shared", "excess", "strided", "expected", "measured"),
+    *("held", "early", "added", "idle", "policy"),
+]
 
 
 class Graph(Protocol):
@@ -70,6 +81,40 @@ def _needs(at: SizedPrograms, node: Node) -> Iterator[tuple[int, int]]:
     yield sum(at.outputs.values()), sum(node.outputs.values())
     if node.keep_all is not None:
         yield at.keep_all.forward, node.keep_all.forward
+
+
+def size_class(at: SizedPrograms) -> int:
+    """Return the class of the sizes of a call, by the bytes that it takes without recomputation."""
+    need = at.keep_all.forward + at.keep_all.saved + sum(at.outputs.values())
+    return math.ceil(CLASSES * math.log2(max(1, need)))
+
+
+class _Key(NamedTuple):
+    """The key of a call among those that come after the same call."""
+
+    graph: Any
+    size_class: int | None  # if it begins a forward of the model
+
+
+@dataclass(eq=False)
+class _Branch:
+    """The known paths of steps whose first calls have sizes of one class, and what was computed of them.
+
+    Attributes:
+        root: the root of a tree of these paths alone.
+        least: the least budget in bytes; None: to be computed.
+        keep_all: the largest peak in bytes without recomputation; None: to be computed.
+        planned_for: the budget in bytes that programs are chosen for; None: they are to be chosen again.
+    """
+
+    root: Node
+    least: int | None = None
+    keep_all: int | None = None
+    planned_for: int | None = None
+
+    def change(self) -> None:
+        """Discard what was computed."""
+        self.least = self.keep_all = self.planned_for = None
 
 
 FEWER = (
@@ -98,6 +143,18 @@ class WeightsOnHost:
     bytes: int  # of the parameters
     held: int  # bytes of the parameters, their gradients and optimizer state, which budgets in percent include
     updates: int  # bytes on the device while the optimizer updates the parameter that needs most
+
+
+def _of_no_smaller_sizes(node: Node, path: Sequence[Node]) -> Iterator[Node]:
+    """Yield the last calls of paths of these graphs after `node`, at the same or larger sizes, least first."""
+    if not path:
+        yield node
+        return
+    graph, own = path[0].graph, path[0].size_class
+    alike = [key for key in node.children if key.graph is graph and (key.size_class is None) == (own is None)]
+    for key in sorted(alike, key=lambda key: key.size_class or 0):
+        if (key.size_class or 0) >= (own or 0):
+            yield from _of_no_smaller_sizes(node.children[key], path[1:])
 
 
 class PathPlans:
@@ -134,6 +191,10 @@ class PathPlans:
         self._python: dict[str, None] = {}
         self._largest = 0  # bytes of the largest tensor that a known graph allocates
         self.root = Node(None)
+        self._branches: dict[_Key, _Branch] = {}  # those of the root, by the graph and the class of sizes
+        self._branch_of: WeakKeyDictionary[Node, _Key] = WeakKeyDictionary()
+        self._borrowed = WeakSet[Node]()  # calls at sizes that no step has been measured at: see `_borrow`
+        self._patience = 0  # number of steps that are still measured for their sake
         self._last: tuple[Node, ...] = ()  # the sequence of calls of the last step
         # number of consecutive steps after which some bytes between graph calls were still not measured
         self._in_vain = 0
@@ -171,26 +232,68 @@ class PathPlans:
                 raise self.limit.explained(error, "optimizer.step() updates the largest parameter")
 
 
-    def next(self, node: Node, graph: Graph, at: SizedPrograms) -> tuple[Node, bool]:
-        """Return the node for a call of `graph` after the call `node`, and whether it has to be planned anew.
+    def next(
+        self, node: Node, graph: Graph, at: SizedPrograms, before: Callable[[], Sequence[Node]], *, begins: bool
+    ) -> tuple[Node, bool]:
+        """Return the node for a call of `graph` after the call `node`, and whether the next steps are to be measured.
 
         Args:
             at: the graph's programs at the input sizes of the call.
+            before: returns the calls of the step so far, of which `node` is the last.
+            begins: whether the call is the first of a forward of the model.
         """
-        found = node.children.get(graph)
-        if is_new := found is None:
-            found = node.children[graph] = Node(graph)
+        key = _Key(graph, size_class(at) if begins else None)
+        begun = self._branch_of.get(node, key)
+        found = node.children.get(key)
+        if found is None:
+            found = node.children[key] = Node(*key)
+            self._branch_of[found] = begun
+        if node is self.root and begun not in self._branches:
+            self._branches[begun] = _Branch(Node(None, children={begun: found}))
         found.count += 1
-        if not found.programs or _is_larger(at, found):
-            found.programs, found.outputs, found.gradients = at.programs, at.outputs, at.gradients
-            found.inputs, found.keep_all = at.inputs, at.keep_all
-            found.policy, found.measured = None, False
-            is_new = self._stale = True
+        if is_larger := not found.programs or _is_larger(at, found):
+            self._change(found)
+            if (known := self._of_larger_sizes([*before(), found], at)) is not None:
+                self._borrow(found, known)
+            else:
+                found.policy, found.measured = None, False
+                self._borrowed.discard(found)
             if at.largest > self._largest:
                 self._largest = at.largest
                 if isinstance(self._options.budget, Auto):
                     self._set_limit()
-        return found, is_new
+        if is_larger or found in self._borrowed:
+            found.programs, found.outputs, found.gradients = at.programs, at.outputs, at.gradients
+            found.inputs, found.keep_all = at.inputs, at.keep_all
+        if comes_again := found in self._borrowed and not found.count & (found.count - 1):
+            self._patience = PATIENCE
+        return found, is_larger or comes_again
+
+    def _of_larger_sizes(self, path: Sequence[Node], at: SizedPrograms) -> Node | None:
+        """Return the last call of a path in steps of the next larger sizes that are planned; None: there are none."""
+        for found in _of_no_smaller_sizes(self.root, path):
+            if found is not path[-1] and found.policy is not None and found.measured and not _is_larger(at, found):
+                return found
+        return None
+
+    def _borrow(self, node: Node, known: Node) -> None:
+        """Run a call as it is planned for larger sizes, with the bytes that were measured there, until it is measured.
+        """
+        for name in _MEASURED:
+            setattr(node, name, getattr(known, name))
+        self._borrowed.add(node)
+        self._outdated.add(node)
+
+    @property
+    def awaits_sizes(self) -> bool:
+        """True if the next step is to be measured, as sizes that run as planned for larger ones may come again."""
+        return bool(self._borrowed) and self._patience > 0
+
+    def _change(self, node: Node) -> None:
+        """Record that something new is known of a call, so that its paths are planned anew."""
+        self._stale = True
+        if (branch := self._branches.get(self._branch_of[node])) is not None:
+            branch.change()
 
     def name(self, node: Node, name: str, python: Iterable[str] = ()) -> None:
         """Store the name of a call, for reports.
@@ -203,17 +306,20 @@ class PathPlans:
 
     def stride(self, node: Node) -> None:
         """Record that gradients of the outputs of a graph call arrived with other strides than were traced."""
-        self._stale |= not node.strided
-        node.strided = True
+        if not node.strided:
+            node.strided = True
+            self._change(node)
 
     def add(self, node: Node, added: frozenset[int]) -> None:
         """Record which gradients the backward of a graph call added to sums that later calls' backwards had begun."""
-        self._stale |= node.add(added)
+        if node.add(added):
+            self._change(node)
 
     def differentiate(self, node: Node) -> None:
         """Record that the backward of a call runs; if it was thought not to run, its memory is to be measured anew."""
         if node.idle:
-            node.measured, self._stale = False, True
+            node.measured = False
+            self._change(node)
         node.idle = False
 
     def rest(self, node: Node) -> None:
@@ -222,7 +328,8 @@ class PathPlans:
         Later steps are assumed to do so, too.
         """
         if node.idle is None:
-            node.idle = self._stale = True
+            node.idle = True
+            self._change(node)
 
     def learn(self, numbers: Mapping[Node, Numbers], *, exact: bool, smaller: Set[Node] = frozenset()) -> bool:
         """Store the bytes that were measured during a step; tell whether a number grew that had been measured before.
@@ -232,6 +339,9 @@ class PathPlans:
             smaller: the calls whose inputs were smaller than in an earlier step: their numbers replace no larger ones.
         """
         has_grown = False
+        self._patience = max(0, self._patience - 1)
+        for begun in {self._branch_of[node] for node in numbers} & self._branches.keys():
+            self._branches[begun].change()  # the step has recorded more than numbers in its calls
         for node, found in numbers.items():
             for name, number in found.items():
                 known = getattr(node, name)
@@ -244,6 +354,9 @@ class PathPlans:
             node.measured |= exact
             if exact and node not in smaller:
                 self._outdated.discard(node)
+                if node in self._borrowed:
+                    self._borrowed.discard(node)
+                    node.policy, self._stale = None, True
         return has_grown
 
     def others_changed(self) -> None:
@@ -300,8 +413,14 @@ class PathPlans:
         self._stale = False
 
     def _choose(self, mem: int) -> None:
-        paths.forget(self.root)
-        paths.plan_within(self.root, mem, self._host_limit)
+        if paths.forget(self.root):
+            self._branches = {first: branch for first, branch in self._branches.items() if first in self.root.children}
+            for branch in self._branches.values():
+                branch.change()
+        for branch in self._branches.values():
+            if branch.planned_for != mem:
+                paths.plan_within(branch.root, mem, self._host_limit)
+                branch.planned_for = mem
         self._plan = paths.planned(self._last, mem)
         self.planned += 1
 
@@ -323,12 +442,21 @@ class PathPlans:
             self.take(replace(self._options, mem="min"))
 
     def _least(self) -> int:
-        least = paths.least(self.root, self._host_limit)
+        least = max(map(self._least_of, self._branches.values()), default=1)
         return max(least, self._weights.updates) if self._weights else least
+
+    def _least_of(self, branch: _Branch) -> int:
+        if branch.least is None:
+            branch.least = paths.least(branch.root, self._host_limit)
+        return branch.least
 
     def _everything(self) -> int:
         """Return the peak in bytes of a step that recomputes nothing, with all parameters on the device."""
-        return paths.keep_all(self.root) + (self._weights.held if self._weights else 0)
+        for branch in self._branches.values():
+            if branch.keep_all is None:
+                branch.keep_all = paths.keep_all(branch.root)
+        everything = max((branch.keep_all or 0 for branch in self._branches.values()), default=0)
+        return everything + (self._weights.held if self._weights else 0)
 
     @property
     def _host_limit(self) -> int | None:
@@ -345,16 +473,20 @@ class PathPlans:
     def begin_anew(self) -> None:
         """Discard all that is known of paths, so that the next step is measured and planned as the first one was."""
         self.root, self._last, self._plan, self._in_vain, self._stale = Node(None), (), None, 0, True
+        self._branches, self._patience = {}, 0
 
     def add_loss(self, size: int) -> None:
         """Count these bytes after the last call of the last step, for a loss that it had not."""
         if self._last:
             self._last[-1].after += size
+            self._change(self._last[-1])
 
     def forget(self) -> None:
         """Discard the chosen programs, so that `renew` chooses anew."""
         for node in self.root.walk():
             node.policy = None
+        for branch in self._branches.values():
+            branch.change()
         self._stale = True
 
     def retreat(self) -> None:
@@ -547,12 +679,12 @@ class PathPlans:
         return f"times and workspaces, for {device} and {kernels}"
 
     def _paths(self, mem: int) -> tuple[KnownPath, ...]:
-        found = []
+        found: dict[tuple[Graph, ...], KnownPath] = {}
         total = sum(child.count for child in self.root.children.values())
         for nodes in self.root.paths():
             ended = nodes[-1].count - sum(child.count for child in nodes[-1].children.values())
             planned = paths.planned(nodes, mem)
-            found.append(
-                KnownPath(calls=len(nodes), share=ended / total, peak=planned.peak if planned else None)
-            )
-        return tuple(sorted(found, key=lambda path: -path.share))
+            path = KnownPath(calls=len(nodes), share=ended / total, peak=planned.peak if planned else None)
+            graphs = tuple(node.graph for node in nodes)  # one path, whatever its sizes
+            found[graphs] = path.beside(found[graphs]) if graphs in found else path
+        return tuple(sorted(found.values(), key=lambda path: -path.share))

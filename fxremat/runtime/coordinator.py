@@ -348,7 +348,8 @@ class Coordinator:
         if not graph.knows(dims):
             step.note("sizes")
         at = graph.at(dims)
-        node, is_new = step.plans.next(step.node, graph, at)
+        begins = not step.calls or step.calls[-1].forward < step.forwards
+        node, is_new = step.plans.next(step.node, graph, at, lambda: step.nodes, begins=begins)
         if not (node.measured or step.measured):
             self._unsettled = SETTLED  # later steps measure what the step that captured this call did not
         if is_new:
@@ -588,7 +589,7 @@ class Coordinator:
         step.plans.took(step.nodes)
         if exact:
             self._in_vain = 0
-            self._unsettled = max(int(grown), self._unsettled - 1)
+            self._unsettled = max(int(grown), self._unsettled - 1, int(step.plans.awaits_sizes))
         else:
             self._in_vain += 1
 

@@ -51,6 +51,7 @@ class Node:
     """
 
     graph: Any  # the graph that is called; None for the root, which is the beginning of the step
+    size_class: int | None = None  # the class of its sizes, if calls of other sizes are other nodes
     programs: Programs = ()  # ways to run the graph, at the largest sizes of its calls
     keep_all: CallProgram | None = None  # the one that recomputes nothing; None: the fastest of `programs`
     outputs: Mapping[int, int] = field(default_factory=dict)  # bytes of each output that the graph allocates, by value
@@ -441,11 +442,18 @@ def tightest(root: Node, mem: int) -> Tightest | None:
     return max(moments, key=lambda m: m.earlier + path.nodes[m.place].heights(path.programs[m.place])[m.phase])
 
 
-def forget(root: Node, most: int = MOST_NODES) -> None:
-    """Remove calls that few steps made until the tree has at most `most` nodes, by halving all counts."""
+def forget(root: Node, most: int = MOST_NODES) -> bool:
+    """Remove calls that few steps made until the tree has at most `most` nodes, by halving all counts.
+
+    Returns:
+        whether the tree had more.
+    """
+    had_more = False
     while sum(1 for _ in root.walk()) > most:
+        had_more = True
         for node in list(root.walk()):
             for graph, child in list(node.children.items()):
                 child.count //= 2
                 if not child.count:
                     del node.children[graph]
+    return had_more

@@ -6,6 +6,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -309,3 +310,26 @@ def test_calls_of_which_something_else_plans_how_many_wait_are_planned_alone() -
     budget_for_each_call(ours)
     compared(ours, plain, contrasted, steps=3)
     assert isinstance(ours.plan, Plan)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_each_call_has_sizes_of_its_own(*, broken: bool) -> None:
+    """Call for short rows and then for long or middling ones, as a pair of texts comes, of which one kind changes."""
+    compiled: Any = fxremat.compile(Net(broken=broken), mem="70%", dynamic=True, search=QUICK)
+    plain = Net(broken=broken)
+
+    short, others = rows(1, 64), {count: rows(2, count) for count in (200, 512)}
+
+    def loss(model: nn.Module, count: int) -> Tensor:
+        return (model(short).mean(0) * model(others[count]).mean(0)).sum()
+
+    for count in (512, 512, 512, 512, 200, 512, 200, 512, 200):
+        torch.manual_seed(1)
+        ours, theirs = (step_of(model, partial(loss, model, count), lambda x: x) for model in (compiled, plain))
+        assert differences(ours, theirs) == []
+    assert {call.shown_again for call in compiled.plan.calls} == {"nothing"}, "of the shorter ones"
+    for count in (200, 512):
+        compiled.zero_grad(set_to_none=True)
+        measured = meter.peak_bytes(lambda size=count: loss(compiled, size).backward())
+        assert measured <= min(compiled.plan.predicted_peak, compiled.plan.budget), count
+    assert {call.shown_again for call in compiled.plan.calls} != {"nothing"}

@@ -28,7 +28,7 @@ import fxremat
 from benchmarks import meter
 from fxremat import Search, Slices
 from fxremat.plan_of_graphs import PlanOfGraphs
-from fxremat.runtime.called_graph import saved_calls
+from fxremat.runtime.called_graph import CalledGraph, saved_calls
 from fxremat.runtime.dynamo import Backend
 from fxremat.torch_private import holds_gradients, is_profiled, torch_release
 from tests.dags import few
@@ -660,6 +660,47 @@ def test_smaller_calls_do_not_replace_what_is_known_of_the_largest() -> None:
         ours(rows(count)).backward()
     assert ours.plan is not None
     assert peak_of(ours, rows(96)) <= ours.plan.budget
+
+
+def test_short_steps_do_not_recompute_what_long_ones_have_to() -> None:
+    """Plan for the long ones first, within which the short ones fit without recomputation."""
+    ours, plain = twins(mem="50%", dynamic=True)
+    for count in (256, 256, 256, 96, 256, 96, 256, 96):
+        assert_equal_steps(ours, plain, rows(count))
+    assert ours.plan.predicted_peak < ours.plan.budget
+    assert {call.shown_again for call in ours.plan.calls} == {"nothing"}
+    assert len(ours.plan.paths) == 1, "of two sizes"
+    measured = peak_of(ours, rows(96))
+    assert measured <= ours.plan.predicted_peak <= 1.02 * measured
+    measured = peak_of(ours, rows(256))
+    assert measured <= ours.plan.budget
+    assert measured <= ours.plan.predicted_peak <= 1.02 * measured
+    assert {call.shown_again for call in ours.plan.calls} != {"nothing"}
+
+
+def test_new_sizes_run_as_planned_for_larger_ones() -> None:
+    ours, plain = twins(mem="100%", dynamic=True)
+    for count in (256, 256, 256):
+        assert_equal_steps(ours, plain, rows(count))
+    ran = []
+    forward = CalledGraph.emitted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CalledGraph, "emitted", lambda graph, number: [ran.append(number), forward(graph, number)][1])
+        for count in (96, 160, 64):
+            assert_equal_steps(ours, plain, rows(count))
+    assert set(ran) == {0}, "the fastest, though no step of these sizes was measured"
+
+
+def test_all_of_many_sizes_are_planned_by_themselves() -> None:
+    ours, plain = twins(mem="60%", dynamic=True)
+    counts = random.Random(0).choices((256, 208, 160, 128, 96, 64), k=24)
+    for count in (256, 256, *counts):
+        assert_equal_steps(ours, plain, rows(count))
+    plans = ours._fxremat.backend.coordinator.plans
+    assert not plans.awaits_sizes
+    for count in (256, 208, 160, 128, 96, 64):
+        measured = peak_of(ours, rows(count))
+        assert measured <= ours.plan.predicted_peak <= min(1.02 * measured, ours.plan.budget), count
 
 
 @pytest.mark.parametrize(("dynamic", "captured"), [(None, [64, 48]), (False, [64, 48, 96])])
