@@ -242,7 +242,8 @@ class PathPlans:
             before: returns the calls of the step so far, of which `node` is the last.
             begins: whether the call is the first of a forward of the model.
         """
-        key = _Key(graph, size_class(at) if begins else None)
+        # a model whose step this one is within expects that smaller sizes take less, and not all that a plan may take
+        key = _Key(graph, size_class(at) if begins and not self.within else None)
         begun = self._branch_of.get(node, key)
         found = node.children.get(key)
         if found is None:
