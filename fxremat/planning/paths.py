@@ -193,7 +193,8 @@ class PathPlans:
         self.root = Node(None)
         self._branches: dict[_Key, _Branch] = {}  # those of the root, by the graph and the class of sizes
         self._branch_of: WeakKeyDictionary[Node, _Key] = WeakKeyDictionary()
-        self._borrowed = WeakSet[Node]()  # calls at sizes that no step has been measured at: see `_borrow`
+        self._awaited = WeakSet[Node]()  # calls of which no step was measured at the sizes that they are planned for
+        self._borrowed = WeakSet[Node]()  # those of them with numbers of larger sizes: see `_borrow`
         self._patience = 0  # number of steps that are still measured for their sake
         self._last: tuple[Node, ...] = ()  # the sequence of calls of the last step
         # number of consecutive steps after which some bytes between graph calls were still not measured
@@ -259,6 +260,7 @@ class PathPlans:
             else:
                 found.policy, found.measured = None, False
                 self._borrowed.discard(found)
+                self._awaited.discard(found)
             if at.largest > self._largest:
                 self._largest = at.largest
                 if isinstance(self._options.budget, Auto):
@@ -283,12 +285,13 @@ class PathPlans:
         for name in _MEASURED:
             setattr(node, name, getattr(known, name))
         self._borrowed.add(node)
+        self._awaited.add(node)
         self._outdated.add(node)
 
     @property
     def awaits_sizes(self) -> bool:
-        """True if the next step is to be measured, as sizes that run as planned for larger ones may come again."""
-        return bool(self._borrowed) and self._patience > 0
+        """True if the next step is to be measured, as sizes may come again for which numbers are too large."""
+        return bool(self._awaited) and self._patience > 0
 
     def _change(self, node: Node) -> None:
         """Record that something new is known of a call, so that its paths are planned anew."""
@@ -352,12 +355,17 @@ class PathPlans:
                 has_grown |= node.measured and number > known * (1 + MARGIN)
                 setattr(node, name, number)
                 self._stale = True
-            node.measured |= exact
             if exact and node not in smaller:
                 self._outdated.discard(node)
-                if node in self._borrowed:
+                if node in self._awaited:
+                    self._awaited.discard(node)
                     self._borrowed.discard(node)
                     node.policy, self._stale = None, True
+            elif exact and not node.measured:  # what was assumed of larger sizes stays until they come again
+                self._outdated.add(node)
+                self._awaited.add(node)
+                self._patience = PATIENCE
+            node.measured |= exact
         return has_grown
 
     def others_changed(self) -> None:

@@ -703,6 +703,16 @@ def test_all_of_many_sizes_are_planned_by_themselves() -> None:
         assert measured <= ours.plan.predicted_peak <= min(1.02 * measured, ours.plan.budget), count
 
 
+def test_what_was_assumed_of_the_largest_sizes_is_measured_once_they_come_again() -> None:
+    """Begin with the largest step, which captures, and measure somewhat smaller ones."""
+    ours, _ = twins(mem="60%", dynamic=True)
+    for count in (256, 240, 240, 240, 240, 256):
+        ours.zero_grad()
+        ours(rows(count)).backward()
+    measured = peak_of(ours, rows(256))
+    assert measured <= ours.plan.predicted_peak <= min(1.02 * measured, ours.plan.budget)
+
+
 @pytest.mark.parametrize(("dynamic", "captured"), [(None, [64, 48]), (False, [64, 48, 96])])
 def test_each_size_is_captured_by_itself_where_asked(
     dynamic: bool | None, captured: list[int], monkeypatch: pytest.MonkeyPatch
