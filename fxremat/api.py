@@ -9,10 +9,10 @@ module  = drop_in(model, options)               the model that users train; it i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import fx, nn
@@ -30,14 +30,17 @@ from fxremat.planning.limits import stated
 from fxremat.planning.numbered import NumberedStep
 from fxremat.plans import Plan
 from fxremat.profiles import Profile, profile_of
-from fxremat.runtime.module import Rematerialized, captured, drop_in, plan_now, planned_by_running
+from fxremat.runtime.module import Rematerialized, captured, drop_in, plan_now, plans_by_running
 from fxremat.runtime.shapes_alone import Call, refuse_without_data, with_fakes
 from fxremat.runtime.target_casts import casts_of
 from fxremat.settings import Loss, Search
 from fxremat.step.step_graph import StepGraph
 from fxremat.torch_private import has_data
 from fxremat.units import Auto
-from fxremat.what_if import Comparison, Devices, compared
+from fxremat.what_if import Comparison, Devices, Estimate, compared, different_ones, estimate_of_graphs
+
+One = TypeVar("One")  # what is found of a model that is one graph
+Several = TypeVar("Several")  # and of several
 
 
 def compile(  # users know the name from torch.compile
@@ -129,9 +132,11 @@ def compare(
     solver: str = "auto",
     **options: Unpack[PlanOptions],
 ) -> Comparison:
-    """Estimate the plans of a step for several devices; the model is neither run nor changed.
+    """Estimate the plans of a step for several devices; the model is not changed, nor run if it is one graph.
 
         fxremat.compare(model, (x,), ["A100", "H200"], mem="auto")       does it fit, and how fast is it?
+
+    A model of several graphs runs a few steps for each device, as for `plan`.
 
     Args:
         devices: names of known devices, or `fxremat.Device`s; `fxremat devices` lists the known ones.
@@ -140,13 +145,26 @@ def compare(
 
     Raises:
         BudgetTooSmall: no plan fits into a budget given in bytes or percent.
+        CaptureError: the model is several graphs, and cannot run, as for `plan`.
         FxrematError: `devices` is empty, or contains an unknown name.
     """
     if "costs" in options:
         raise FxrematError("compare estimates for its devices; leave costs out")
-    search = options.pop("search", Search())
-    plan_for = partial(_plan_of_one, _checked(model), _split(example_inputs), solver=solver, **options)
-    return compared(devices, mem, plan_for, search)
+    model, call, different = _checked(model), _split(example_inputs), different_ones(devices)
+    settings = [options_of(mem=mem, solver=solver, costs=device, **options) for device in different]
+
+    def of_several() -> Comparison | None:
+        found: list[Estimate] = []
+        for device, options_there in zip(different, settings, strict=True):
+            plans = _plans_of_several(model, call, options_there, tells=not found)
+            if plans is None or (estimate := estimate_of_graphs(device, mem, plans)) is None:
+                return None
+            found.append(estimate)
+        return Comparison(estimates=tuple(found))
+
+    plan_for = partial(_plan_of_one, model, call, solver=solver, **options)
+    search = options.get("search", Search())
+    return _of_one_or_several(lambda: compared(different, mem, plan_for, search), of_several, model, call, settings[0])
 
 
 def capture(
@@ -230,8 +248,21 @@ def profile(
 
 def _plan(model: nn.Module, call: Call, **options: Any) -> Plan | PlanOfGraphs:
     settings = options_of(**options)
+
+    def of_several() -> PlanOfGraphs | None:
+        plans = _plans_of_several(model, call, settings)
+        return plans(settings.mem) if plans else None
+
+    return _of_one_or_several(lambda: _plan_of_one(model, call, **options), of_several, model, call, settings)
+
+
+def _of_one_or_several(
+    of_one: Callable[[], One], of_several: Callable[[], Several | None], model: nn.Module, call: Call, settings: Options
+) -> One | Several:
+    """Return what is found of a model as one graph; of one that is not, and that may run, what is found by running it.
+    """
     try:
-        return _plan_of_one(model, call, **options)
+        return of_one()
     except CaptureError as error:
         one_graph = settings.fullgraph or settings.needs_one_graph or settings.hosts_weights
         one_graph = one_graph or settings.method != "forward"  # which may run a backward and an optimizer
@@ -239,27 +270,40 @@ def _plan(model: nn.Module, call: Call, **options: Any) -> Plan | PlanOfGraphs:
             raise
         refused = error
     try:
-        if (plan := _plan_of_several(model, call, settings)) is None:
+        if (found := of_several()) is None:
             raise refused
-        return plan
+        return found
     finally:
         del refused  # an error that its own frames refer to keeps what they hold until it is collected
 
 
-def _plan_of_several(model: nn.Module, call: Call, settings: Options) -> PlanOfGraphs | None:
-    """Run a model of several graphs, and return its plan; None if no part of it could be captured."""
+def _plans_of_several(
+    model: nn.Module, call: Call, settings: Options, *, tells: bool = True
+) -> Callable[[int | str | None], PlanOfGraphs | None] | None:
+    """Run a model of several graphs; return a function that plans it for a budget, on the device that settings name.
+
+    None if no part of the model could be captured. `tells`: whether the log tells that steps run.
+    """
     elsewhere, memory = _elsewhere(model, call, settings), None
     if settings.device is not None and settings.device_mem is None:
         inputs = bytes_of_inputs(pytree.tree_leaves(call), settings.device)
         memory = replace(memory_of(model, inputs, settings.device, settings.optimizer), waiting=0)
-    if is_auto := memory is not None and isinstance(settings.budget, Auto):
-        settings = replace(settings, mem=max(1, stated(memory).auto))
-    try:
-        with casts_of(elsewhere) if elsewhere else contextlib.nullcontext():
-            found = planned_by_running(model, settings, *call)
-    except BudgetTooSmall as error:
-        raise error.explained(note=memory.shortage(error.minimum)) if memory and is_auto else error from None
-    return replace(found, on_device=memory) if found and memory else found
+        if isinstance(settings.budget, Auto):
+            stated(memory)
+    with casts_of(elsewhere) if elsewhere else contextlib.nullcontext():
+        within = plans_by_running(model, settings, *call, tells=tells)
+    if within is None or memory is None:
+        return within
+
+    def on_device(mem: int | str | None) -> PlanOfGraphs | None:
+        is_auto = settings.device_mem is None and isinstance(replace(settings, mem=mem).budget, Auto)
+        try:
+            found = within(max(1, memory.auto) if is_auto else mem)
+        except BudgetTooSmall as error:
+            raise error.explained(note=memory.shortage(error.minimum)) if is_auto else error from None
+        return replace(found, on_device=memory) if found else None
+
+    return on_device
 
 
 def _plan_of_one(model: nn.Module, call: Call, **options: Any) -> Plan:

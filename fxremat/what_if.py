@@ -44,10 +44,15 @@ HEADS = ("device", "memory", "keep all", "", *SHARED, "least", "", "fits", "plan
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The plan of a step on one device, and whether it fits there beside parameters and optimizer state."""
+    """The plan of a step on one device, and whether it fits there beside parameters and optimizer state.
+
+    Attributes:
+        points: (peak in bytes, time in seconds) of the plans that are known for the device, fastest first.
+    """
 
     device: Device
-    plan: Plan
+    plan: Plan | PlanOfGraphs
+    points: tuple[tuple[int, float], ...]
 
     @property
     def on_device(self) -> DeviceMemory:
@@ -82,7 +87,7 @@ class Estimate:
         None if no plan fits.
         """
         budget = int(self.plan.keep_all_peak * share / 100)
-        return next((time for peak, time in self.plan.frontier if peak <= budget), None)
+        return next((time for peak, time in self.points if peak <= budget), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +97,7 @@ class Comparison:
     estimates: tuple[Estimate, ...]
 
     @property
-    def plans(self) -> Mapping[str, Plan]:
+    def plans(self) -> Mapping[str, Plan | PlanOfGraphs]:
         """Device name -> the plan for that device."""
         return {estimate.device.name: estimate.plan for estimate in self.estimates}
 
@@ -112,13 +117,12 @@ class Comparison:
 def _row(estimate: Estimate) -> tuple[str, ...]:
     plan, memory = estimate.plan, estimate.on_device
     times = (estimate.seconds_at(share) for share in SHARES)
-    least = min(plan.alternatives.candidates, key=lambda candidate: candidate.peak)
     return (
         estimate.device.name,
         "?" if estimate.device.memory is None else format_bytes(estimate.device.memory),
         *(format_bytes(plan.keep_all_peak), format_seconds(plan.keep_all_time)),
         *("-" if time is None else format_seconds(time) for time in times),
-        *(format_bytes(plan.minimum), format_seconds(least.time), memory.fits(plan.minimum)),
+        *(format_bytes(plan.minimum), format_seconds(min(estimate.points)[1]), memory.fits(plan.minimum)),
         *(format_bytes(plan.predicted_peak), format_seconds(plan.predicted_time), memory.fits(plan.predicted_peak)),
     )
 
@@ -131,16 +135,10 @@ def _advice(estimates: Iterable[Estimate]) -> Iterator[str]:
             yield f'{estimate.device}: a budget of up to {free} fits; "auto" is what is left.'
 
 
-def compared(devices: Devices, mem: int | str, plan_for: Callable[..., Plan], search: Search) -> Comparison:
-    """Plan a step for each device, and return the comparison; devices that run the same kernels share a captured graph.
+def different_ones(devices: Devices) -> tuple[Device, ...]:
+    """Return the devices that are given by name or as they are, each once.
 
-    A budget of "auto" is the memory left on each device; if that is too little, the smallest budget that works
-    is used.
-
-    Args:
-        plan_for: captures and plans with `costs` for a device; takes other options too.
-
-    Raises `FxrematError` if `devices` is empty, and the errors of planning.
+    Raises `FxrematError` if there are none, or if two have one name.
     """
     if isinstance(devices, str):
         raise FxrematError(f"devices is {devices!r}; it is a list of names or Devices, such as [{devices!r}]")
@@ -152,19 +150,57 @@ def compared(devices: Devices, mem: int | str, plan_for: Callable[..., Plan], se
     different = tuple(dict.fromkeys(known))
     if len({device.name for device in different}) < len(different):
         raise FxrematError("two different devices have one name; each needs its own")
+    return different
+
+
+def compared(devices: Sequence[Device], mem: int | str, plan_for: Callable[..., Plan], search: Search) -> Comparison:
+    """Plan a step for each device, and return the comparison; devices that run the same kernels share a captured graph.
+
+    A budget of "auto" is the memory left on each device; if that is too little, the smallest budget that works
+    is used.
+
+    Args:
+        plan_for: captures and plans with `costs` for a device; takes other options too.
+
+    Raises the errors of planning.
+    """
     auto = isinstance(parse_budget(mem), Auto)
-    estimates: list[Estimate] = []
-    for device in different:
-        alike = next((e.plan for e in estimates if captured_alike(e.device, device)), None)
+    plans: dict[Device, Plan] = {}
+    for device in devices:
+        alike = next((plan for known, plan in plans.items() if captured_alike(known, device)), None)
         if alike is None:
             first = ("100%", replace(search, seconds=0.0)) if auto else (mem, search)
             alike = plan_for(costs=device, mem=first[0], search=first[1])
-        if alike.device != device.name or auto:
-            plan = _within_or_least(alike, mem, auto=auto, costs=device, search=search)
-        else:
-            plan = alike
-        estimates.append(Estimate(device=device, plan=plan))
-    return Comparison(estimates=tuple(estimates))
+        is_known = alike.device == device.name and not auto
+        plans[device] = alike if is_known else _within_or_least(alike, mem, auto=auto, costs=device, search=search)
+    found = (Estimate(device=device, plan=plan, points=tuple(plan.frontier)) for device, plan in plans.items())
+    return Comparison(estimates=tuple(found))
+
+
+def estimate_of_graphs(
+    device: Device, mem: int | str, within: Callable[[int | str], PlanOfGraphs | None]
+) -> Estimate | None:
+    """Return the estimate of a step of several graphs on a device; None if it could not be measured.
+
+    Args:
+        mem: the budget; "auto" is what the device has left, or the least budget where that is too little.
+        within: returns the plan for a budget; None if the step could not be measured.
+
+    Raises:
+        BudgetTooSmall: the step does not fit into a budget given in bytes or percent.
+    """
+    if (least := within("min")) is None:
+        return None
+    if isinstance(parse_budget(mem), Auto) and least.on_device is not None:
+        mem = max(least.minimum, least.on_device.auto)
+    plans = [least]
+    for share in SHARED:
+        with contextlib.suppress(BudgetTooSmall):
+            plans += filter(None, [within(share)])
+    if (plan := within(mem)) is None:
+        return None
+    points = {(each.predicted_peak, each.predicted_time) for each in (plan, *plans)}
+    return Estimate(device=device, plan=plan, points=tuple(sorted(points, key=lambda point: (point[1], point[0]))))
 
 
 def _within_or_least(known: Plan, mem: int | str, *, auto: bool, **options: Any) -> Plan:

@@ -136,6 +136,7 @@ class Coordinator:
         """
         self.settle()
         if self._told_loss and self._has_loss_outside:
+            self._has_loss_outside = False  # it counts once, for however many budgets are asked for
             self.plans.add_loss(self._told_loss)
         self.take(options)
         self._renew()

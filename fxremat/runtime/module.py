@@ -273,7 +273,7 @@ class _Training:
 
     def tell_of_graphs(self) -> None:
         """Tell once, when the first graph is planned, that the model is several graphs, and why."""
-        if self.broken_by:
+        if self.broken_by and self.telling:
             log.warning(self.telling, self.backend.model, self.broken_by)
             self.broken_by = ""
 
@@ -519,24 +519,34 @@ def plan_now(module: Rematerialized, args: tuple[Any, ...], kwargs: dict[str, An
         raise FxrematError(NOTHING_TO_PLAN)
 
 
-def planned_by_running(
-    model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> PlanOfGraphs | None:
-    """Return the plan of a model that is several graphs, for which a few steps run; None if no graph could be captured.
+def plans_by_running(
+    model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], *, tells: bool = True
+) -> Callable[[int | str | None], PlanOfGraphs | None] | None:
+    """Run a few steps of a model that is several graphs; return a function that plans them for a budget.
 
     The steps take the least memory. Buffers, gradients and the random generators are as before afterwards. Parameters
     stay where they are: no plan has them on the host.
+
+    Args:
+        tells: whether the log tells that steps run.
+
+    Returns:
+        the function, which takes `mem` (not heeded with `device_mem`); None if no graph could be captured.
     """
     options = options.without_choice()
     module = drop_in(model, options if options.device_mem else replace(options, mem="min"))
     training = module._fxremat
-    training.telling = PLANNED
+    training.telling = PLANNED if tells else ""
     plan_now(module, args, kwargs)
     coordinator, division = training.backend.coordinator, training.backend.options.division
     if coordinator is None:
         return None
-    plan = coordinator.plan if options.device_mem else coordinator.planned_within(options)
-    return replace(plan, on_device=division.memory) if plan and division else plan
+
+    def within(mem: int | str | None) -> PlanOfGraphs | None:
+        plan = coordinator.plan if options.device_mem else coordinator.planned_within(replace(options, mem=mem))
+        return replace(plan, on_device=division.memory) if plan and division else plan
+
+    return within
 
 
 def drop_in(model: nn.Module, options: Options, target: Device | None = None) -> Rematerialized:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import fxremat
 from benchmarks import meter
 from fxremat.__main__ import main
+from fxremat.cost.devices import DEVICES
 from fxremat.plan_of_graphs import PlanOfGraphs
 from fxremat.units import parse_bytes
 from tests.steps import differences, step_of
@@ -247,7 +249,7 @@ def test_all_that_a_process_has_is_a_budget() -> None:
     [
         lambda: fxremat.capture(net(), rows(), **QUICK),
         lambda: fxremat.profile(net(), rows(), costs="estimate", **QUICK),
-        lambda: fxremat.compare(net(), rows(), ["A100", "H200"], mem="100%", **QUICK),
+        lambda: fxremat.compare(net().to("meta"), rows().to("meta"), ["A100", "H200"], mem="100%", **QUICK),
         lambda: fxremat.plan(net().to("meta"), rows().to("meta"), mem="100%", **ESTIMATED),
     ],
 )
@@ -305,7 +307,45 @@ class Exits(nn.Module):
 
 def test_that_a_branch_depends_on_data_is_said_without_symbols() -> None:
     with pytest.raises(fxremat.CaptureError, match=r"item\(\) > 1000: \(Data-dependent branching\)\. Keep what"):
-        fxremat.compare(Exits(), torch.ones(2, 8), ["H100", "A100"], mem="100%")
+        fxremat.capture(Exits(), torch.ones(2, 8))
+
+
+def test_devices_are_compared(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    with caplog.at_level(logging.WARNING):
+        found = fxremat.compare(model, rows(), ["A100", "H200"], mem="80%", **QUICK)
+    assert caplog.text.count("a few steps run for this plan") == 1
+    for name, plan in found.plans.items():
+        alone = fxremat.plan(model, rows(), mem="80%", costs=name, **QUICK)
+        assert isinstance(plan, PlanOfGraphs)
+        assert plan.describe() == alone.describe()
+    table = str(found).splitlines()
+    assert table[0].split()[:3] == ["device", "memory", "keep"]
+    assert [row.split()[0] for row in table[1:3]] == ["A100", "H200"]
+    for estimate in found.estimates:
+        times = [estimate.seconds_at(share) for share in (100, 80, 60, 40)]
+        assert times[1] == estimate.plan.predicted_time
+        known = [seconds for seconds in times if seconds is not None]
+        assert known == sorted(known), "less memory takes no less time"
+        assert estimate.seconds_at(1) is None
+
+
+def test_what_a_device_has_left_is_compared() -> None:
+    """Take the least where a device has less left than that."""
+    memory = fxremat.plan(net(), rows(), mem="min", costs="A100", **QUICK).on_device
+    assert memory is not None
+    small = replace(DEVICES["A100"], name="small", memory=memory.given + 1000)
+    found = fxremat.compare(net(), rows(), ["A100", small], mem="auto", **QUICK)
+    large, least = found.estimates
+    assert large.plan.budget == large.on_device.auto
+    assert least.plan.budget == least.plan.minimum
+    assert (least.left_at_least or 0) < 0 < (large.left or 0)
+
+
+def test_the_command_line_compares_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", NAME, "--mem", "80%", "--device", "A100,H200", "--effort", "0"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[:3]] == ["device", "A100", "H200"]
 
 
 @pytest.mark.long
