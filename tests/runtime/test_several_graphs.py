@@ -39,6 +39,7 @@ pytestmark = pytest.mark.usefixtures("torch_ready")
 
 QUICK = Search(seconds=0.0)
 WIDTH = 32
+MORE = 1.01 if torch_release() >= (2, 13) else 1.06  # most of a predicted peak over the measured one
 
 
 class Block(nn.Module):
@@ -671,10 +672,10 @@ def test_short_steps_do_not_recompute_what_long_ones_have_to() -> None:
     assert {call.shown_again for call in ours.plan.calls} == {"nothing"}
     assert len(ours.plan.paths) == 1, "of two sizes"
     measured = peak_of(ours, rows(96))
-    assert measured <= ours.plan.predicted_peak <= 1.02 * measured
+    assert measured <= ours.plan.predicted_peak <= MORE * measured
     measured = peak_of(ours, rows(256))
     assert measured <= ours.plan.budget
-    assert measured <= ours.plan.predicted_peak <= 1.02 * measured
+    assert measured <= ours.plan.predicted_peak <= MORE * measured
     assert {call.shown_again for call in ours.plan.calls} != {"nothing"}
 
 
@@ -700,7 +701,7 @@ def test_all_of_many_sizes_are_planned_by_themselves() -> None:
     assert not plans.awaits_sizes
     for count in (256, 208, 160, 128, 96, 64):
         measured = peak_of(ours, rows(count))
-        assert measured <= ours.plan.predicted_peak <= min(1.02 * measured, ours.plan.budget), count
+        assert measured <= ours.plan.predicted_peak <= min(MORE * measured, ours.plan.budget), count
 
 
 def test_what_was_assumed_of_the_largest_sizes_is_measured_once_they_come_again() -> None:
@@ -710,7 +711,7 @@ def test_what_was_assumed_of_the_largest_sizes_is_measured_once_they_come_again(
         ours.zero_grad()
         ours(rows(count)).backward()
     measured = peak_of(ours, rows(256))
-    assert measured <= ours.plan.predicted_peak <= min(1.02 * measured, ours.plan.budget)
+    assert measured <= ours.plan.predicted_peak <= min(MORE * measured, ours.plan.budget)
 
 
 @pytest.mark.parametrize(("dynamic", "captured"), [(None, [64, 48]), (False, [64, 48, 96])])
@@ -1368,5 +1369,4 @@ def test_calls_that_let_go_in_a_forward_count_no_output_that_nothing_kept() -> N
         ours(rows(count)).backward()
         ours.zero_grad()
     measured = peak_of(ours, rows(320))
-    more = 1.01 if torch_release() >= (2, 13) else 1.06
-    assert measured <= ours.plan.predicted_peak <= more * measured
+    assert measured <= ours.plan.predicted_peak <= MORE * measured
