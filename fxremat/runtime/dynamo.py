@@ -94,7 +94,7 @@ from fxremat.runtime.step_memory import OtherModels
 from fxremat.runtime.target_kernels import kernels_of
 from fxremat.runtime.torch_compile import Graphs, WholeGraph, graphs_of
 from fxremat.runtime.unmeasured_loss import plan_expecting_less
-from fxremat.runtime.unused import telling_unused
+from fxremat.runtime.unused import telling_unused, without_unread
 from fxremat.runtime.varying import warn_of_fixed
 from fxremat.step.liveness import Sizes
 from fxremat.torch_private import (
@@ -274,12 +274,16 @@ class Backend:
         outputs = auxiliary_outputs_of(module)
         if outputs.all:
             refuse_symbols(module.graph, "example_value")
+        run: Callable[..., Any]
         try:
             loss_alone = self.coordinator is None and self.options.loss_outside.gradients == "loss"
             if loss_alone and (outputs.beside or outputs.mixed):
                 kind = _inputs_and_outputs(module.graph)
-                return AuxiliaryOutputs(module, outputs, self._differentiate, inputs, self._gradients, kind)
-            run = self._differentiate(module, inputs) if self.coordinator is None else self._or_plain(module, inputs)
+                run = AuxiliaryOutputs(module, outputs, self._differentiate, inputs, self._gradients, kind)
+            else:
+                run = (self._differentiate if self.coordinator is None else self._or_plain)(module, inputs)
+            if outputs.all and self.weights is None:
+                run = without_unread(run, module)
             return run if self.coordinator is None else checking(run, checks)
         finally:
             forget_history(module.graph)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxremat.graphs.region import runnable
 from fxremat.passes.unused_tangents import without_tangents
@@ -45,6 +45,37 @@ def telling_unused(step: Callable[..., Sequence[Any]], trained: Sequence[int]) -
         for node, positions in places.items():
             node.register_prehook(partial(_remember, positions))
         return outputs
+
+    return call
+
+
+def without_unread(step: Callable[..., Any], module: fx.GraphModule) -> Callable[..., Any]:
+    """Wrap the step of a captured graph, so that parameters which no output needs have no part in its backward.
+
+    Autograd calls the `register_post_accumulate_grad_hook` of every parameter that a step takes, also of one that gets
+    no gradient, such as an unused pooler's. In the plain model it does not reach that one.
+
+    Args:
+        module: the graph as dynamo captured it.
+    """
+    nodes = list(module.graph.nodes)
+    needed, stack = set[fx.Node](), [nodes[-1]]
+    while stack:
+        for node in stack.pop().all_input_nodes:
+            if node not in needed:
+                needed.add(node)
+                stack.append(node)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    unread = [place for place, node in enumerate(inputs) if node not in needed]
+    if not unread:
+        return step
+
+    def call(*given: Any) -> Any:
+        arguments = list(given)
+        for place in unread:
+            if type(given[place]) is nn.Parameter:
+                arguments[place] = given[place].detach()
+        return step(*arguments)
 
     return call
 

@@ -171,3 +171,42 @@ def test_around_what_no_graph_computes_a_model_is_several_graphs(
     says = "'blocks.1.2' (BatchNorm1d), which has momentum=None" if "average" in what else says
     assert f"tracing stops at {says}" in caplog.text
     assert says in str(compiled.plan)
+
+
+class Pooled(nn.Module):
+    """Computes pooled values that nobody reads; `breaks` ends a graph behind them."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        super().__init__()
+        self.first, self.pooler, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x)
+        self.pooler(x).tanh()
+        if self.breaks:
+            torch._dynamo.graph_break()
+        x = self.last(x)
+        return x.square().mean(), x
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_parameters_without_a_gradient_are_not_reached(breaks: bool) -> None:
+    """Update the parameters in hooks, as soon as their gradients are there."""
+
+    def update(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
+
+    torch.manual_seed(0)
+    plain = Pooled(breaks=breaks)
+    hooked = copy.deepcopy(plain)
+    for parameter in (*plain.parameters(), *hooked.parameters()):
+        parameter.register_post_accumulate_grad_hook(update)
+    compiled: Any = fxremat.compile(hooked, mem="100%", **FAST)
+    for _ in range(4):
+        x = torch.randn(64, WIDTH)
+        for model in (compiled, plain):
+            model(x)[0].backward()
+    assert all(map(same, compiled.parameters(), plain.parameters()))
