@@ -237,7 +237,7 @@ class Search(Setting):
 def check_wishes(name: str, wishes: Sequence[object]) -> None:
     """Raise `FxrematError` unless each of `wishes` is a pattern of module names or a predicate on nodes."""
     for wish in wishes:
-        if not (isinstance(wish, str) or callable(wish)):
+        if not ((isinstance(wish, str) and wish) or callable(wish)):
             raise FxrematError(
                 f'{name} has {wish!r}; a wish is a pattern of modules such as "*.router", or a function that takes a '
                 "node of the graph and returns a bool"

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -106,7 +107,8 @@ def aot_backend(**options: Any) -> Callable[..., Any]:
     """Return a dynamo backend made of forward and backward compilers and a partition function.
 
     Does what the backends of `torch._dynamo.backends.common.aot_autograd` do (torch 2.11, 2.13), without the parts of
-    Inductor that these import: dynamo traces neither the compilers nor what they return.
+    Inductor that these import: dynamo traces neither the compilers nor what they return. AOTAutograd traces in anomaly
+    mode (both), which warns of an error before it is raised: perhaps one after which the graph is captured otherwise.
     """
     from torch._functorch.aot_autograd import aot_module_simplified
 
@@ -117,7 +119,8 @@ def aot_backend(**options: Any) -> Callable[..., Any]:
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         compilers: dict[str, Any] = {**options, "bw_compiler": backward}
-        with _scalars_as_symbols(module, inputs) as traced:
+        with _scalars_as_symbols(module, inputs) as traced, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Error detected in ", UserWarning)
             compiled: Callable[..., Any] = torch._dynamo.disable(aot_module_simplified(module, traced, **compilers))
         return compiled
 

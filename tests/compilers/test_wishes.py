@@ -58,8 +58,9 @@ def test_patterns_mean_modules_and_what_is_in_them() -> None:
     assert not any(module == "blocks.1" or module.startswith("blocks.1.") for module in modules)
     with pytest.raises(FxrematError, match=r"no op of the forward belongs to a module '\*.router'; some modules"):
         step.plan("min", never_again=["*.router"])
-    with pytest.raises(FxrematError, match="never_again has 3"):
-        step.plan("min", never_again=[3])
+    for wrong in (3, ""):
+        with pytest.raises(FxrematError, match=f"never_again has {wrong!r}; a wish is a pattern of modules"):
+            step.plan("min", never_again=[wrong])
 
 
 def test_modules_of_a_graph_that_notes_none_are_those_of_its_parameters() -> None:

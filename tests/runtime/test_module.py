@@ -463,3 +463,40 @@ def test_names_of_classes_end_no_graph() -> None:
     for model in (plain, compiled):
         model(x).sum().backward()
     assert unequal(gradients_of(compiled), gradients_of(plain)) == []
+
+
+@torch.library.custom_op("fxremat_tests::without_backward", mutates_args=())
+def without_backward(x: Tensor) -> Tensor:
+    """Return x, doubled."""
+    return 2 * x
+
+
+@without_backward.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _fail(ctx: Any, gradient: Tensor) -> None:
+    raise RuntimeError("no backward for these sizes")
+
+
+without_backward.register_autograd(_fail)
+
+
+class Failing(nn.Module):
+    """Calls an op whose backward cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return without_backward(self.first(x)).square().mean()
+
+
+def test_of_a_backward_that_cannot_be_traced_only_our_warning_tells(caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        compiled(Failing())(rows())
+    assert [str(each.message).partition(":")[0] for each in told] == ["no part of Failing could be captured as a graph"]
+    assert "cannot be planned, and runs as plain PyTorch: RuntimeError: no backward for these sizes" in caplog.text
