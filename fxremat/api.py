@@ -37,7 +37,7 @@ from fxremat.settings import Loss, Search
 from fxremat.step.step_graph import StepGraph
 from fxremat.torch_private import has_data
 from fxremat.units import Auto
-from fxremat.what_if import Comparison, Devices, Estimate, compared, different_ones, estimate_of_graphs
+from fxremat.what_if import Comparison, Devices, Estimate, compared, distinct_devices, estimate_of_graphs
 
 One = TypeVar("One")  # what is found of a model that is one graph
 Several = TypeVar("Several")  # and of several
@@ -150,7 +150,7 @@ def compare(
     """
     if "costs" in options:
         raise FxrematError("compare estimates for its devices; leave costs out")
-    model, call, different = _checked(model), _split(example_inputs), different_ones(devices)
+    model, call, different = _checked(model), _split(example_inputs), distinct_devices(devices)
     settings = [options_of(mem=mem, solver=solver, costs=device, **options) for device in different]
 
     def of_several() -> Comparison | None:
@@ -296,7 +296,7 @@ def _plans_of_several(
         return within
 
     def on_device(mem: int | str | None) -> PlanOfGraphs | None:
-        is_auto = settings.device_mem is None and isinstance(replace(settings, mem=mem).budget, Auto)
+        is_auto = isinstance(replace(settings, mem=mem).budget, Auto)
         try:
             found = within(max(1, memory.auto) if is_auto else mem)
         except BudgetTooSmall as error:

@@ -135,7 +135,7 @@ def _advice(estimates: Iterable[Estimate]) -> Iterator[str]:
             yield f'{estimate.device}: a budget of up to {free} fits; "auto" is what is left.'
 
 
-def different_ones(devices: Devices) -> tuple[Device, ...]:
+def distinct_devices(devices: Devices) -> tuple[Device, ...]:
     """Return the devices that are given by name or as they are, each once.
 
     Raises `FxrematError` if there are none, or if two have one name.

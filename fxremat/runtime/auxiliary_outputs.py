@@ -92,13 +92,13 @@ def auxiliary_outputs_of(module: fx.GraphModule) -> Outputs:
     """
     trained = {position: node for position, node in enumerate(_outputs(module)) if _is_trained(node)}
     scalars = [position for position, node in trained.items() if node.meta["example_value"].numel() == 1]
-    before = set(_ancestors([trained[position] for position in scalars]))
+    before = set(ancestors([trained[position] for position in scalars]))
     storages = {storage for node in before for storage in _storages(node)}
     others = [position for position in trained if position not in scalars]
     beside = [p for p in others if trained[p] in before or not storages.isdisjoint(_storages(trained[p]))]
     apart = [p for p in others if p not in beside]
     differentiated = {node for node in before if _requires_grad(node)}
-    mixed = frozenset(p for p in apart if not differentiated.isdisjoint(_ancestors([trained[p]])))
+    mixed = frozenset(p for p in apart if not differentiated.isdisjoint(ancestors([trained[p]])))
     return Outputs(tuple(scalars), tuple(apart), tuple(beside), mixed)
 
 
@@ -120,7 +120,8 @@ def _requires_grad(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _ancestors(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+def ancestors(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """Yield each node that some of these nodes are computed from, once. O(nodes)."""
     seen, stack = set[fx.Node](), list(nodes)
     while stack:
         for parent in stack.pop().all_input_nodes:

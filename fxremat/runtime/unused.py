@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from fxremat.graphs.region import runnable
 from fxremat.passes.unused_tangents import without_tangents
+from fxremat.runtime.auxiliary_outputs import ancestors
 from fxremat.torch_private import is_compiled_backward
 
 _NONE: frozenset[int] = frozenset()
@@ -58,14 +59,8 @@ def without_unread(step: Callable[..., Any], module: fx.GraphModule) -> Callable
     Args:
         module: the graph as dynamo captured it.
     """
-    nodes = list(module.graph.nodes)
-    needed, stack = set[fx.Node](), [nodes[-1]]
-    while stack:
-        for node in stack.pop().all_input_nodes:
-            if node not in needed:
-                needed.add(node)
-                stack.append(node)
-    inputs = [node for node in nodes if node.op == "placeholder"]
+    needed = set(ancestors(module.graph.find_nodes(op="output")))
+    inputs = module.graph.find_nodes(op="placeholder")
     unread = [place for place, node in enumerate(inputs) if node not in needed]
     if not unread:
         return step
